@@ -1,0 +1,1 @@
+"""Configuration: YAML, its composition and validation, the command line, and what it prints."""

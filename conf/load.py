@@ -1,0 +1,281 @@
+"""YAML and overrides to a frozen, validated configuration: Hydra composes, msgspec decodes into the class it is given.
+
+The only importer of hydra and omegaconf, and the only reader of the process's environment besides kernels/dispatch.py.
+Schema classes live beside what they configure, verbs and recipes in conf/cli.py and conf/recipe.py.
+"""
+
+import functools
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rollforward.conf.errors import ConfigError
+from rollforward.conf.schema import Step, has_parts, nearest, schema_fields, unknown_keys, value_at
+
+__all__ = [
+    "CONFIG_DIR",
+    "compose_data",
+    "config_groups",
+    "decode",
+    "environment_variable",
+    "load_config",
+    "read_yaml",
+    "set_environment",
+    "to_yaml",
+    "write_resolved",
+]
+
+CONFIG_DIR: Path = Path(__file__).resolve().parent
+"""Where the shipped YAML lies: one root per verb, one folder per group."""
+
+_Schema = TypeVar("_Schema", bound=msgspec.Struct)
+_RUN_GROUP = "_run"
+_HYDRA_LETS_THROUGH = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
+"""What Hydra raises, untranslated, on overrides that it did not expect: a number in place of a group's option."""
+
+
+def environment_variable(name: str) -> str | None:
+    """The value of an environment variable, None when it is not set."""
+    return os.environ.get(name)
+
+
+def set_environment(values: Mapping[str, str]) -> None:
+    """Sets variables of this process that a library reads and takes no argument for (DeepSpeed's LOCAL_RANK)."""
+    os.environ.update(values)
+
+
+def config_groups(config_dir: Path = CONFIG_DIR) -> dict[str, tuple[str, ...]]:
+    """Group name -> its options, for every folder of YAML files but the recipes."""
+    folders = sorted({file.parent for file in config_dir.rglob("*.yaml")} - {config_dir, config_dir / "recipe"})
+    return {
+        folder.relative_to(config_dir).as_posix(): tuple(sorted(file.stem for file in folder.glob("*.yaml")))
+        for folder in folders
+    }
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain data of one YAML file, with interpolations left as they are written.
+
+    Raises:
+        ConfigError: the file is absent or not YAML.
+    """
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__module__.split(".")[0] == "yaml":
+            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise
+
+
+def load_config(
+    schema: type[_Schema],
+    root: str,
+    overrides: Sequence[str] = (),
+    *,
+    layer: Mapping[str, Any] | None = None,
+    run_dirs: Mapping[str, str] | None = None,
+    config_dir: Path = CONFIG_DIR,
+) -> _Schema:
+    """One configuration: the root YAML, then `layer`, then the overrides, decoded into `schema`.
+
+    Args:
+        schema: a frozen msgspec.Struct with forbid_unknown_fields; its defaults are the only ones.
+        root: name of the root YAML in `config_dir`, without suffix.
+        overrides: Hydra's syntax (`algo.group_size=8`, `algo=gspo`). A key need not be in the YAML: the schema decides.
+        layer: settings between the YAML and the overrides, written like a YAML file (may have a `defaults` list).
+        run_dirs: run name -> directory, for `${run_dir:NAME}` in `layer`.
+        config_dir: where root and groups lie.
+
+    Raises:
+        ConfigError: anything a user can mistype; names the key, the value, the rule and the way out.
+
+    Invariants: pure but for reading YAML; two equal calls return equal values.
+    """
+    return decode(
+        schema, compose_data(root, overrides, layer=layer, run_dirs=run_dirs, config_dir=config_dir, schema=schema)
+    )
+
+
+def compose_data(
+    root: str,
+    overrides: Sequence[str] = (),
+    *,
+    layer: Mapping[str, Any] | None = None,
+    run_dirs: Mapping[str, str] | None = None,
+    config_dir: Path = CONFIG_DIR,
+    schema: type[msgspec.Struct] | None = None,
+) -> dict[str, Any]:
+    """The composed, resolved plain data, not yet decoded; arguments and errors as in `load_config`."""
+    groups = config_groups(config_dir)
+    arguments = [_as_hydra(parsed, groups, schema) for parsed in _parse(overrides)]
+    if layer is not None:
+        ConfigStore.instance().store(name="layer", group=_RUN_GROUP, node=dict(layer), package="_global_")
+        arguments.insert(0, f"+{_RUN_GROUP}=layer")
+    OmegaConf.register_new_resolver("run_dir", functools.partial(_run_dir, dict(run_dirs or {})), replace=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
+                composed = compose(config_name=root, overrides=arguments)
+        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, *_HYDRA_LETS_THROUGH) as error:
+        raise _translated(error, groups) from error
+    return cast("dict[str, Any]", data)
+
+
+def _run_dir(directories: Mapping[str, str], name: str) -> str:
+    if name not in directories:
+        raise ConfigError(
+            f"${{run_dir:{name}}} names no earlier run; earlier runs here: {', '.join(directories) or 'none'}. "
+            "Correct the name, or put that run before this one."
+        )
+    return directories[name]
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise ConfigError(
+                f"{text!r} is not an override; an override reads key=value, with quotes around a value that holds "
+                f"spaces, commas or brackets. Hydra says: {_first_line(error)}"
+            ) from error
+        if not override.key_or_group:
+            raise ConfigError(f"{text!r} names no key; an override reads key=value.")
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{text!r} names several values; one command is one run. Write a list as "
+                f"{override.key_or_group}='[a,b]', or call rollforward once per value."
+            )
+        if override.key_or_group.split(".")[0] == "hydra":
+            raise ConfigError(f"{text!r}: Hydra's own settings have no effect here. Leave it out.")
+        parsed.append(override)
+    return parsed
+
+
+def _as_hydra(override: Override, groups: Mapping[str, tuple[str, ...]], schema: type[msgspec.Struct] | None) -> str:
+    """The override as it is given to Hydra: a plain value is set whether or not the YAML mentions its key."""
+    text = str(override.input_line)
+    key = override.key_or_group
+    is_choice = key in groups and isinstance(override.value(), str) and (schema is None or has_parts(schema, key))
+    if override.type is not OverrideType.CHANGE or override.package is not None or is_choice:
+        return text
+    return f"++{text}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _translated(error: BaseException, groups: Mapping[str, tuple[str, ...]]) -> ConfigError:
+    """A message of Hydra's or OmegaConf's in this project's form."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConfigError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    text = str(error)
+    line = _first_line(error)
+    if found := re.search(r"Could not find '([\w./@-]+)'", text):
+        group, _, option = found[1].rpartition("/")
+        options = list(groups.get(group, ()))
+        near = nearest(option, options)
+        return ConfigError(
+            f"{group or 'config'}={option}: there is no such file. "
+            + (f"Did you mean {group}={near}? " if near else "")
+            + (f"Choices of {group}: {', '.join(options)}." if options else "Look into conf/ for the names.")
+        )
+    if found := re.search(r"Could not override '([\w./@-]+)'", text):
+        return ConfigError(
+            f"{found[1]}: this command has no such group to choose from; its groups are listed by --help. "
+            f"To set a value below it write {found[1].replace('/', '.')}.KEY=VALUE. Hydra says: {line}"
+        )
+    if found := re.search(r"Missing mandatory value: ([\w.\[\]-]+)", text):
+        return ConfigError(f"{found[1]} has no value and needs one. Set {found[1]}=VALUE.")
+    if found := re.search(r"Interpolation key '([^']+)' not found", text):
+        return ConfigError(f"${{{found[1]}}} refers to a key that is not set. {' '.join(text.split())}")
+    return ConfigError(f"the configuration cannot be composed: {' '.join(text.split())}")
+
+
+def decode(schema: type[_Schema], data: Mapping[str, Any]) -> _Schema:
+    """Plain data into `schema`, strictly: no unknown key, no coercion.
+
+    Raises:
+        ConfigError: names the dotted key, its value, the rule and the nearest valid key or the default.
+    """
+    unknown = list(unknown_keys(schema, data))
+    if unknown:
+        everywhere = [field.path for field in schema_fields(schema)]
+        raise ConfigError("\n".join(_unknown_text(key, here, everywhere) for key, here in unknown))
+    try:
+        return msgspec.convert(data, schema)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_validation_text(schema, data, str(error))) from error
+
+
+def _unknown_text(key: str, here: list[str], everywhere: list[str]) -> str:
+    if key in everywhere:
+        parent = key.rpartition(".")[0]
+        return f"{key} is not a setting: it belongs to another choice of {parent}.type. Valid here: {', '.join(here)}."
+    near = nearest(key, here) or nearest(key, everywhere)
+    way_out = f"Did you mean {near}?" if near else f"Valid here: {', '.join(here)}."
+    return f"{key} is not a setting. {way_out}"
+
+
+def _validation_text(schema: type[msgspec.Struct], data: Mapping[str, Any], message: str) -> str:
+    rule, _, path_text = message.rpartition(" - at `$")
+    if not rule:
+        rule, path_text = message, ""
+    path: tuple[Step, ...] = tuple(
+        int(index) if index else key
+        for key, index in re.findall(r"\.?([\w-]+)(?=[.\[`]|$)|\[(\d+)\]", path_text.rstrip("`"))
+    )
+    dotted = path_text.rstrip("`").lstrip(".")
+    if found := re.match(r"Object missing required field `(\w+)`", rule):
+        key = ".".join(part for part in (dotted, found[1]) if part)
+        kinds = {field.path: field.type for field in schema_fields(schema)}
+        inside = [path for path in kinds if path.startswith(key + ".")]
+        way_out = f"Set it through {', '.join(inside[:6])}." if inside else f"Set {key}=<{kinds.get(key, 'value')}>."
+        return f"{key} is required and has no default. {way_out}"
+    field = next((field for field in schema_fields(schema) if field.path == dotted), None)
+    try:
+        value = value_at(data, path)
+    except (KeyError, IndexError, TypeError):
+        value = None
+    if isinstance(value, Mapping) or not path:
+        return f"{dotted}: {rule}" if dotted and dotted not in rule else rule
+    shown = msgspec.json.encode(value).decode()
+    text = f"{dotted} is {shown}; {rule[0].lower()}{rule[1:].replace('`', '')}."
+    if field is not None:
+        text += f" It takes {field.type}; default: {field.default}."
+    return text
+
+
+def to_yaml(config: msgspec.Struct) -> str:
+    """The whole configuration, defaults included, as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(msgspec.to_builtins(config)))
+
+
+def write_resolved(config: msgspec.Struct, path: Path) -> None:
+    """Writes the whole configuration, defaults included, as JSON: complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(msgspec.to_builtins(config), indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

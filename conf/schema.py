@@ -1,0 +1,234 @@
+"""What a schema class says about itself: its dotted fields, their types, defaults and documentation.
+
+Pure functions of msgspec.Struct classes and plain data, used for help and error messages. Decoding is in conf/load.py.
+"""
+
+import ast
+import difflib
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Union, cast
+
+import msgspec
+
+__all__ = [
+    "Field",
+    "Step",
+    "field_docs",
+    "has_parts",
+    "nearest",
+    "schema_fields",
+    "type_text",
+    "unknown_keys",
+    "value_at",
+]
+
+Step = str | int
+"""One step of a path into a configuration: a key or a list index."""
+
+
+class Field(NamedTuple):
+    """One settable value of a schema."""
+
+    path: str
+    """Dotted name, as an override writes it: `algo.group_size`."""
+    type: str
+    """Type and range in words: `int >= 2`."""
+    default: str
+    """The default as an override would write it, or `required`."""
+    doc: str
+    """First line of the string below the field; empty where there is none."""
+
+
+def _strip(annotation: object) -> object:
+    """Annotated[T, ...] -> T."""
+    while typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return annotation
+
+
+def _is_struct(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+
+
+def _structs(annotation: object) -> tuple[type[msgspec.Struct], ...]:
+    """The Struct classes that a value of this type may be: one, the members of a tagged union, or none."""
+    annotation = _strip(annotation)
+    if _is_struct(annotation):
+        return (cast("type[msgspec.Struct]", annotation),)
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return tuple(struct for member in typing.get_args(annotation) for struct in _structs(member))
+    return ()
+
+
+def has_parts(schema: type[msgspec.Struct], name: str) -> bool:
+    """Whether the top-level field `name` holds fields of its own, so that a group file can fill it."""
+    return any(field.encode_name == name and _structs(field.type) for field in msgspec.structs.fields(schema))
+
+
+def _element(annotation: object) -> object:
+    """The type of a container's elements or mapping's values; None for anything else."""
+    annotation = _strip(annotation)
+    arguments = typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    if origin in (list, tuple, set, frozenset) and arguments:
+        return arguments[0]
+    if isinstance(origin, type) and issubclass(origin, Mapping) and len(arguments) == 2:
+        return arguments[1]
+    return None
+
+
+def _tag(struct: type[msgspec.Struct]) -> tuple[str, str] | None:
+    """(tag field, tag) of a member of a tagged union."""
+    config = struct.__struct_config__
+    return (config.tag_field, str(config.tag)) if config.tag_field is not None else None
+
+
+def _range_text(meta: msgspec.Meta) -> str:
+    signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("multiple_of", "a multiple of"))
+    lengths = (("min_length", "length >="), ("max_length", "length <="), ("pattern", "matching"))
+    bounds = [(sign, getattr(meta, name)) for name, sign in (*signs, *lengths)]
+    return ", ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+
+
+def type_text(annotation: object) -> str:
+    """The type in a user's words: `int >= 2`, `fp32 | native`, `list of str`."""
+    if typing.get_origin(annotation) is Annotated:
+        base, *extras = typing.get_args(annotation)
+        ranges = [_range_text(extra) for extra in extras if isinstance(extra, msgspec.Meta)]
+        return " ".join([type_text(base), *[text for text in ranges if text]])
+    origin = typing.get_origin(annotation)
+    if origin is Literal:
+        return " | ".join(str(value) for value in typing.get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return " | ".join(type_text(member) for member in typing.get_args(annotation))
+    element = _element(annotation)
+    if element is not None:
+        return f"list of {type_text(element)}" if origin in (list, tuple) else f"mapping to {type_text(element)}"
+    if annotation is type(None):
+        return "null"
+    tags = [tag[1] for tag in map(_tag, _structs(annotation)) if tag]
+    return tags[0] if tags else str(getattr(annotation, "__name__", annotation))
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return _value_text(field.default)
+    if field.default_factory is not msgspec.NODEFAULT:
+        return _value_text(field.default_factory())
+    return "required"
+
+
+def _value_text(value: object) -> str:
+    return msgspec.json.encode(value).decode() if not isinstance(value, str) else value
+
+
+def field_docs(schema: type[msgspec.Struct]) -> dict[str, str]:
+    """Field name -> first line of the string below it, from the source of `schema` and its bases."""
+    docs: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        if not _is_struct(base) or base is msgspec.Struct:
+            continue
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError, SyntaxError):
+            continue
+        statements = body.body if isinstance(body, ast.ClassDef) else []
+        for field, below in itertools.pairwise(statements):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = text.strip().splitlines()[0]
+                case _:
+                    pass
+    return docs
+
+
+def schema_fields(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
+    """Every settable value under `schema`, depth first, as declared; a union's members follow its tag."""
+    docs = field_docs(schema)
+    for field in msgspec.structs.fields(schema):
+        path = prefix + field.encode_name
+        doc = docs.get(field.name, "")
+        members = _structs(field.type)
+        if not members:
+            yield Field(path, type_text(field.type), _default_text(field), doc)
+            continue
+        tags = [tag for tag in map(_tag, members) if tag]
+        if tags:
+            default = field.default if field.default is not msgspec.NODEFAULT else None
+            if default is None and field.default_factory is not msgspec.NODEFAULT:
+                default = field.default_factory()
+            chosen = _tag(type(default)) if isinstance(default, msgspec.Struct) else None
+            kinds = " | ".join(tag for _, tag in tags)
+            yield Field(f"{path}.{tags[0][0]}", kinds, chosen[1] if chosen else "required", doc)
+        seen: set[Field] = set()
+        for member in members:
+            for inner in schema_fields(member, path + "."):
+                if inner not in seen:
+                    seen.add(inner)
+                    yield inner
+
+
+def _member(members: tuple[type[msgspec.Struct], ...], value: Mapping[str, Any]) -> type[msgspec.Struct] | None:
+    """The member of a tagged union that `value` names; None if it names none."""
+    for struct in members:
+        tag = _tag(struct)
+        if tag is None or str(value.get(tag[0])) == tag[1]:
+            return struct
+    return None
+
+
+def unknown_keys(
+    schema: type[msgspec.Struct], data: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, list[str]]]:
+    """(dotted key, dotted keys valid in its place) for every key of `data` that `schema` does not have.
+
+    Values of the wrong type are passed over: decoding reports them.
+    """
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(schema)}
+    tag = _tag(schema)
+    valid = [*fields, tag[0]] if tag else list(fields)
+    for key, value in data.items():
+        if key not in valid:
+            yield prefix + key, [prefix + name for name in valid]
+        elif key in fields:
+            yield from _unknown_inside(fields[key], value, prefix + key)
+
+
+def _unknown_inside(annotation: object, value: object, path: str) -> Iterator[tuple[str, list[str]]]:
+    members = _structs(annotation)
+    if members and isinstance(value, Mapping):
+        mapping = cast("Mapping[str, Any]", value)
+        member = _member(members, mapping)
+        if member is not None:
+            yield from unknown_keys(member, mapping, path + ".")
+        return
+    element = _element(annotation)
+    if element is None:
+        return
+    if isinstance(value, list):
+        for index, item in enumerate(cast("list[object]", value)):
+            yield from _unknown_inside(element, item, f"{path}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, object]", value).items():
+            yield from _unknown_inside(element, item, f"{path}.{key}")
+
+
+def nearest(name: str, candidates: list[str]) -> str | None:
+    """The candidate most like `name`, or None if none is at all like it; the last part of a dotted name weighs most."""
+    last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(candidates)}
+    found = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
+    if not found:
+        found = [last[key] for key in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(last), n=1, cutoff=0.6)]
+    return found[0] if found else None
+
+
+def value_at(data: object, path: tuple[Step, ...]) -> object:
+    """The value at `path`; KeyError, IndexError or TypeError where there is none."""
+    for step in path:
+        data = cast("Any", data)[step]
+    return data

@@ -1,0 +1,1 @@
+"""Attention: rotary embedding, compression, selection, sparse attention with sinks."""

@@ -1,0 +1,1 @@
+"""Matrix products whose rows do not depend on their neighbours."""

@@ -1,0 +1,63 @@
+"""Hyper-connections: how M residual streams feed a sublayer and take its output back.
+
+Here: the public functions. The arithmetic is in ``mix_ref.py``, the normalisation in ``sinkhorn.py``.
+"""
+
+from torch import Tensor
+
+from rollforward.kernels.checks import check_shapes
+from rollforward.kernels.mhc.mix_ref import mhc_head_ref, mhc_mix_ref, mhc_post_ref, mhc_pre_ref
+
+
+def mhc_mix(
+    streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale_3: Tensor, *, iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a site's mixing weights from the streams themselves.
+
+    Args:
+        streams_TMD: [T, M, D] float32.
+        fn_XJ: [2M + M*M, M*D] float32 projection; rows are pre, post, comb (row-major).
+        base_X: [2M + M*M] float32.
+        scale_3: [3] float32, one factor for each of pre, post, comb.
+        iters: Sinkhorn passes; eps: hc_eps; norm_eps: rms_norm_eps of the one statistic over all M*D entries.
+
+    Returns:
+        pre_TM in (eps, 1 + eps), post_TM in (0, 2), comb_TMM with unit columns; all float32.
+
+    Invariants: row-invariant, deterministic.
+    Source: DeepSeek-V4 reference model.py hc_pre.
+    """
+    check_shapes("mhc_mix", streams_TMD=streams_TMD, fn_XJ=fn_XJ, base_X=base_X)
+    return mhc_mix_ref(streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps)
+
+
+def mhc_pre(streams_TMD: Tensor, pre_TM: Tensor) -> Tensor:
+    """Return the sublayer's input, sum_j pre_j X_j. [T, M, D], [T, M] -> [T, D] float32; row-invariant."""
+    check_shapes("mhc_pre", streams_TMD=streams_TMD, pre_TM=pre_TM)
+    return mhc_pre_ref(streams_TMD, pre_TM)
+
+
+def mhc_post(sublayer_TD: Tensor, streams_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
+    """Mix the streams and add the sublayer's output: X'_k = post_k f + sum_j comb_jk X_j.
+
+    Args:
+        sublayer_TD: [T, D] float32, the sublayer's output f.
+        streams_TMD: [T, M, D] float32, the streams before the sublayer.
+        post_TM: [T, M] float32; comb_TMM: [T, M (j), M (k)] float32, both from ``mhc_mix``.
+
+    Returns:
+        [T, M, D] float32.
+
+    Invariants: row-invariant.
+    Source: DeepSeek-V4 reference model.py hc_post.
+    """
+    check_shapes("mhc_post", sublayer_TD=sublayer_TD, streams_TMD=streams_TMD, post_TM=post_TM, comb_TMM=comb_TMM)
+    return mhc_post_ref(sublayer_TD, streams_TMD, post_TM, comb_TMM)
+
+
+def mhc_head(
+    streams_TMD: Tensor, fn_MJ: Tensor, base_M: Tensor, scale_1: Tensor, *, eps: float, norm_eps: float
+) -> Tensor:
+    """Merge the streams before the final norm, without Sinkhorn. [T, M, D] -> [T, D] float32; row-invariant."""
+    check_shapes("mhc_head", streams_TMD=streams_TMD, fn_MJ=fn_MJ, base_M=base_M)
+    return mhc_head_ref(streams_TMD, fn_MJ, base_M, scale_1, eps=eps, norm_eps=norm_eps)

@@ -1,0 +1,144 @@
+"""Public ops on MXFP4 weights (routed experts): quantise, dequantise, fake-quantise, convert to block FP8.
+
+One quantiser serves the trainer's forward, the exporter, the checkpoint writer and the tests.
+What does not live here: FP4 activations of the indexer (`fp4_group.py`).
+"""
+
+import torch
+
+from rollforward.kernels.checks import bind_shapes, check_dtype, check_multiple
+from rollforward.kernels.quant.formats import MXFP4_GROUP
+from rollforward.kernels.quant.mxfp4_ref import (
+    fake_quant_mxfp4_ref,
+    mxfp4_dequantise_ref,
+    mxfp4_quantise_ref,
+    mxfp4_scales_ref,
+    mxfp4_to_fp8_ref,
+)
+from rollforward.kernels.quant.straight_through import straight_through
+
+
+def _check_weight(op: str, w: torch.Tensor) -> None:
+    sizes = bind_shapes(op, w=(w, "... R K"))
+    check_dtype(op, "w", w, torch.float32)
+    check_multiple(op, "K, the last dimension of w,", sizes["K"], MXFP4_GROUP)
+
+
+def _check_packed(op: str, packed: torch.Tensor, scale: torch.Tensor) -> None:
+    sizes = bind_shapes(op, packed=(packed, "... R K/2"), scale=(scale, "... R J"))
+    check_dtype(op, "packed", packed, torch.int8)
+    check_dtype(op, "scale", scale, torch.uint8)
+    check_multiple(op, "K/2, the last dimension of packed,", sizes["K/2"], MXFP4_GROUP // 2)
+    num_groups = sizes["K/2"] * 2 // MXFP4_GROUP
+    bind_shapes(op, scale=(scale, f"... R {num_groups}"))
+
+
+def mxfp4_quantise(w: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise master weights to packed E2M1 with one E8M0 scale per 1x32 group along K.
+
+    scale = 2^ceil(log2(amax / 6)), elements round to nearest even, nothing saturates. Clamped-group policy: within a
+    128x128 block no scale of a non-zero group lies more than 14 binades below the largest, so `mxfp4_to_fp8` is
+    lossless on every tensor made here; a group below the bound is raised to it and rounds more coarsely.
+
+    Args:
+        w: [..., R, K] float32 masters (stacked experts: [E, R, K]), finite, K a multiple of 32.
+        strict: raise instead of raising scales.
+
+    Returns:
+        packed: [..., R, K/2] int8; low nibble = even index; zeros have code 0.
+        scale: [..., R, K/32] uint8, 1..252. Groups of zeros carry the block's largest scale, blocks of zeros 127.
+
+    Raises:
+        NonFiniteError: w holds NaN or infinity.
+        ScaleRangeError: strict, and a group lies outside the 14 binades.
+
+    Invariants: deterministic; blocks are independent. Requantising the dequantised value keeps the value.
+    Source: official convert.py (layout), kernel.py (scale rule, rounding).
+    Example: one group with 1.0, -0.3, 0.25, 2.7 -> scale byte 126 (0.5), values 1.0, -0.25, 0.25, 3.0
+    """
+    _check_weight("mxfp4_quantise", w)
+    return mxfp4_quantise_ref(w.detach(), strict=strict)
+
+
+def mxfp4_clamped_groups(w: torch.Tensor) -> int:
+    """Return how many 1x32 groups of [..., R, K] float32 the clamped-group policy touches (health metric)."""
+    _check_weight("mxfp4_clamped_groups", w)
+    return int(mxfp4_scales_ref(w.detach())[1].sum())
+
+
+def mxfp4_dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the exact float32 value of packed MXFP4: E2M1 code x 2^(byte - 127).
+
+    Args:
+        packed: [..., R, K/2] int8.
+        scale: [..., R, K/32] uint8; byte 255 gives NaN.
+
+    Returns:
+        [..., R, K] float32.
+
+    Source: official convert.py.
+    """
+    _check_packed("mxfp4_dequantise", packed, scale)
+    return mxfp4_dequantise_ref(packed, scale)
+
+
+def fake_quant_mxfp4(w: torch.Tensor) -> torch.Tensor:
+    """Return mxfp4_dequantise(*mxfp4_quantise(w)), bit for bit, with the gradient of the identity.
+
+    Args:
+        w: [..., R, K] float32 masters, finite, K a multiple of 32.
+
+    Returns:
+        [..., R, K] float32.
+
+    Raises:
+        NonFiniteError: w holds NaN or infinity.
+
+    Invariants: deterministic; blocks of 128x128 are independent; saves nothing for the backward pass.
+    """
+    _check_weight("fake_quant_mxfp4", w)
+    return straight_through(fake_quant_mxfp4_ref, w)
+
+
+def mxfp4_to_fp8(
+    packed: torch.Tensor, scale: torch.Tensor, *, strict: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Convert MXFP4 to E4M3 with one power-of-two scale per 128x128 block: the same values, exactly.
+
+    block scale = max(scale of non-zero groups) / 2^6; element = E2M1 x scale / block scale. Exact for every payload
+    while the scales of a block span at most 2^14; beyond, elements round to nearest even, which is what the
+    quantiser's clamped-group policy gives, and the groups that lost something are counted.
+
+    Args:
+        packed: [..., R, K/2] int8.
+        scale: [..., R, K/32] uint8, none 255.
+        strict: raise if a group would lose something.
+
+    Returns:
+        payload: [..., R, K] float8_e4m3fn.
+        block_scale: [..., ceil(R/128), ceil(K/128)] uint8; 127 for blocks of zeros.
+        clamped_groups: number of groups that are not reproduced exactly; 0 for every output of `mxfp4_quantise`.
+
+    Raises:
+        ScaleRangeError: a scale is NaN; or strict and a group is not exact.
+
+    Source: official convert.py (FP4 to FP8 cast); report 5.2.1; exactness proved over all codes in the tests.
+    """
+    _check_packed("mxfp4_to_fp8", packed, scale)
+    return mxfp4_to_fp8_ref(packed, scale, strict=strict)
+
+
+def mxfp4_canonicalise(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the canonical bytes of the same values: requantised, so the largest code of a group is 4 or 6 when it can.
+
+    Args:
+        packed: [..., R, K/2] int8.
+        scale: [..., R, K/32] uint8.
+
+    Returns:
+        (packed, scale) with equal dequantised values if the clamped-group policy touches nothing.
+
+    Invariants: idempotent byte for byte; hashes of published weights are over this form.
+    """
+    _check_packed("mxfp4_canonicalise", packed, scale)
+    return mxfp4_quantise_ref(mxfp4_dequantise_ref(packed, scale))

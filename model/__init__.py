@@ -1,0 +1,1 @@
+"""DeepSeek-V4: configuration, arithmetic, caches, checkpoints, tokens, training."""

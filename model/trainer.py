@@ -1,0 +1,214 @@
+"""The trainer: FP32 masters, the model's own forward, DeepSpeed's optimizer. It knows no algorithm.
+
+    masters --published value, straight-through--> weights --forward--> log-probs of the targets --loss given by the caller-->
+    backward --> gradients of the masters --DeepSpeed: sum over ranks, clip, AdamW--> masters
+
+The forward that backward goes through is the engine's own (``transformer.py``), so its log-probs equal the engine's bit for
+bit on the same weights (promise P3), and its weights are the published ones (promise P4).
+
+Here: one process of a data-parallel group, without Ray. Not here: losses (rl/losses), batches (rl/batch.py), actors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from rollforward.model.config import ModelConfig
+from rollforward.model.errors import NonFiniteLossError, TrainerError
+from rollforward.model.numerics import Precision
+from rollforward.model.precision import PackedTensor, pack_published
+from rollforward.model.scoring import ScoringBatch, target_logprobs
+from rollforward.model.shapes import param_specs
+from rollforward.model.train_config import OptimConfig
+from rollforward.model.transformer import Transformer
+from rollforward.model.weights import build_weights, published_tensors
+
+_STATE_TAG = "state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossPart:
+    """What a caller's loss returns for one micro-batch."""
+
+    loss: Tensor
+    """Scalar with grad: this micro-batch's part of the step's loss; parts are added, never averaged."""
+    name: str
+    """Names the micro-batch in an error."""
+    worst: tuple[str, ...] = ()
+    """The sequences that contribute most, for an error."""
+
+
+LossFunction = Callable[[int, Tensor, Tensor], LossPart]
+"""(index of the micro-batch, policy_logprobs_T with grad, entropy_T) -> part; rows that are not scored hold 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss: float
+    """Sum of the parts of this rank."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    learning_rate: float
+    """Rate of the step."""
+
+
+class _Masters(nn.Module):
+    """FP32 masters as DeepSpeed wants them, and the forward through their published values."""
+
+    def __init__(self, config: ModelConfig, named: Mapping[str, Tensor], precision: Precision) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config, precision)
+        self.trained = nn.ParameterDict()
+        self.frozen: dict[str, Tensor] = {}
+        for spec in param_specs(config):
+            tensor = named[spec.name].detach().clone()
+            if spec.trained:
+                self.trained[_key(spec.name)] = nn.Parameter(tensor)
+            else:
+                self.frozen[spec.name] = tensor
+
+    def named(self) -> dict[str, Tensor]:
+        """Canonical names to masters, with gradients where they are trained."""
+        return {
+            spec.name: self.trained[_key(spec.name)] if spec.trained else self.frozen[spec.name]
+            for spec in param_specs(self.config)
+        }
+
+    def forward(self, batch: ScoringBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        named = self.named()
+        native = self.transformer.numerics.precision == "native"
+        weights = build_weights(self.config, published_tensors(self.config, named) if native else named)
+        return target_logprobs(self.transformer, weights, batch, temperature=temperature)
+
+
+def _key(name: str) -> str:
+    """A parameter's name for torch, which reserves the dot."""
+    return name.replace(".", "/")
+
+
+class Trainer:
+    """Owns masters and optimizer state of one rank.
+
+    States: ready; a failed ``train_step`` (non-finite loss) leaves masters and optimizer as they were before it.
+    Needs an initialised process group (``torch.distributed``), of one rank too.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        named: Mapping[str, Tensor],
+        *,
+        precision: Precision,
+        optim: OptimConfig,
+    ) -> None:
+        """Copy the masters and hand them to DeepSpeed.
+
+        Args:
+            config: the model.
+            named: canonical names -> float32 masters (int64 tables).
+            precision: number formats of the forward.
+            optim: AdamW and its schedule.
+        """
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        self._optim = optim
+        self._masters = _Masters(config, named, precision)
+        self._specs = {spec.name: spec for spec in param_specs(config)}
+        self._num_steps = 0
+        adamw = torch.optim.AdamW(
+            _parameter_groups(self._masters.trained, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps
+        )
+        self._engine: Any = deepspeed.initialize(model=self._masters, optimizer=adamw, config=_deepspeed_config(optim))[0]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps done so far, over restarts."""
+        return self._num_steps
+
+    def train_step(
+        self, batches: Sequence[ScoringBatch], loss_function: LossFunction, *, temperature: float = 1.0
+    ) -> StepResult:
+        """Add the gradients of all micro-batches and take one optimizer step.
+
+        Args:
+            batches: this rank's micro-batches, at least one.
+            loss_function: called once per micro-batch with the log-probs of its targets.
+            temperature: divides the logits, as when the tokens were drawn.
+
+        Raises:
+            NonFiniteLossError: before the optimizer step, naming step, micro-batch and worst sequences.
+            TrainerError: no micro-batch was given.
+        """
+        if not batches:
+            raise TrainerError("train_step got no micro-batch; a step trains at least one. Skip the step instead")
+        world_size = torch.distributed.get_world_size()
+        total = 0.0
+        for index, batch in enumerate(batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            policy_logprobs_T, entropy_T = self._engine(batch, temperature)
+            part = loss_function(index, policy_logprobs_T, entropy_T)
+            value = float(part.loss.detach())
+            if not torch.isfinite(part.loss.detach()):
+                self._engine.zero_grad()
+                raise NonFiniteLossError(
+                    f"step {self._num_steps}, {part.name}: the loss is {value}; it must be finite. Nothing was updated. Worst"
+                    f" sequences: {', '.join(part.worst) or 'unknown'}. Look at them and lower optim.lr"
+                )
+            total += value
+            # DeepSpeed averages over ranks; parts of a step's loss are to be added.
+            self._engine.backward(part.loss * world_size)
+        rate = self._learning_rate()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+        self._num_steps += 1
+        return StepResult(loss=total, grad_norm=float(self._engine.get_global_grad_norm()), learning_rate=rate)
+
+    def published(self) -> dict[str, PackedTensor]:
+        """Return every tensor's published bytes, quantised from the masters (frozen ones too)."""
+        return {name: pack_published(self._specs[name], master) for name, master in self._masters.named().items()}
+
+    def save(self, directory: Path) -> None:
+        """Write masters, optimizer state and step count into a new directory; the caller makes it atomic."""
+        self._engine.save_checkpoint(str(directory), tag=_STATE_TAG, client_state={"num_steps": self._num_steps})
+
+    def load(self, directory: Path) -> None:
+        """Take masters, optimizer state and step count from ``save``'s directory.
+
+        Raises:
+            TrainerError: the directory holds no such state.
+        """
+        path, state = self._engine.load_checkpoint(str(directory), tag=_STATE_TAG)
+        if path is None:
+            raise TrainerError(f"{directory} holds no trainer state; resume from another checkpoint")
+        self._num_steps = int(state["num_steps"])
+
+    def _learning_rate(self) -> float:
+        warmup = self._optim.warmup_steps
+        return self._optim.lr * min(1.0, (self._num_steps + 1) / warmup) if warmup else self._optim.lr
+
+
+def _parameter_groups(trained: nn.ParameterDict, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norms, sinks, biases, mixing terms) do not."""
+    matrices = [parameter for parameter in trained.values() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trained.values() if parameter.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _deepspeed_config(optim: OptimConfig) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optim.max_grad_norm,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+    }

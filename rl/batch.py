@@ -1,0 +1,254 @@
+"""Groups of trajectories to the batch of one step, and that to packed micro-batches.
+
+The only place where masks and token weights are made. Everything per token that leaves this file is aligned with the
+*predicting* position: row t of a packed batch speaks of the token at t + 1, because the logits of position t predict it
+(`_predictor_rows` is that shift). Trajectories are aligned with the token itself. Losses are in `rl/losses`, the
+forward pass in `model/trainer.py`.
+
+Weights: every trained token of a step has one weight, and the weights of a step sum to 1. They are fixed here, once,
+from the counts of the whole step, so that a loss which only adds weighted tokens can't depend on micro-batches, ranks,
+packing or order.
+
+Letters: T packed tokens, B sequences, N trajectories, G members of a group.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from rollforward.model.metrics import Metric
+from rollforward.rl.advantage import group_advantages
+from rollforward.rl.config import Normalisation, Truncation
+from rollforward.rl.errors import BatchError, NoTrainableTrajectoriesError
+from rollforward.rl.metrics import advantage_metrics, group_metrics
+from rollforward.rollout.types import (
+    ArrayRecord,
+    BoolArray,
+    Float32Array,
+    Group,
+    Int32Array,
+    RequestId,
+    Segment,
+    StopReason,
+    Trajectory,
+)
+
+
+class PackedBatch(ArrayRecord, frozen=True, kw_only=True, eq=False):
+    """Sequences end to end, with what a loss needs of each position. Trajectories in it are whole.
+
+    Example: the sequence [7, 8, 5, 2] with 5 and 2 sampled has target_ids_T [8, 5, 2, 0] and
+    trained_mask_T [F, T, T, F].
+    """
+
+    token_ids_T: Int32Array
+    """[T] int32. Sequences one after the other, no padding."""
+    sequence_lengths_B: Int32Array
+    """[B] int32. Length of each sequence; they sum to T."""
+    target_ids_T: Int32Array
+    """[T] int32. Token that follows in the same sequence; 0 after the last one."""
+    trained_mask_T: BoolArray
+    """[T] bool. True where the token that follows is trained."""
+    behavior_logprobs_T: Float32Array
+    """[T] float32. Sampling log-prob of the target; 0 where not trained."""
+    advantages_T: Float32Array
+    """[T] float32. Advantage of the target; 0 where not trained."""
+    token_weight_T: Float32Array
+    """[T] float32. Share of the target in the step's loss; 0 where not trained."""
+    trajectory_T: Int32Array
+    """[T] int32. Index into `ids` of the trajectory that the position belongs to."""
+    trajectory_tokens_N: Int32Array
+    """[N] int32. Trained tokens of each whole trajectory."""
+    ids: tuple[RequestId, ...]
+    """Identities of the N trajectories, in training order."""
+
+
+class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Everything that one step trains on, in (step, prompt, member) order."""
+
+    trajectories: tuple[PackedBatch, ...]
+    """One batch for each trajectory, its segments end to end."""
+    metrics: tuple[Metric, ...]
+    """What is known of the step before any forward pass: rewards, lengths, advantages, failures."""
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Trained tokens of the whole step."""
+        return sum(int(trajectory.trajectory_tokens_N.sum()) for trajectory in self.trajectories)
+
+
+def build_step_batch(
+    groups: Iterable[Group],
+    *,
+    normalisation: Normalisation,
+    divide_by_std: bool = False,
+    truncation: Truncation = "keep",
+) -> StepBatch:
+    """Return the batch of one step.
+
+    Infra and data failures are left out of baseline, counts and loss, and so are groups in which fewer than two members
+    remain, because one score has no baseline. Segments of a trajectory share one weight.
+
+    Args:
+        groups: The step's groups in any order; the order of their members does not matter either.
+        normalisation: "trajectory_mean" gives a token 1 / (trained tokens of its trajectory x trained trajectories of
+            the
+            step); "token_mean" gives it 1 / (trained tokens of the step).
+        divide_by_std: As in `group_advantages`.
+        truncation: "keep" trains completions that ran out of budget like others; "mask" keeps them in the baseline and
+            trains none of their tokens.
+
+    Returns:
+        The batch. Its token weights sum to 1.
+
+    Raises:
+        BatchError: two groups of one prompt, a group of one, or a trained token whose sampling log-prob is not a
+            finite number at most 0.
+        NoTrainableTrajectoriesError: nothing is left to train.
+
+    Invariants: a pure function; same groups in any order give the same bits.
+    """
+    ordered = sorted(groups, key=lambda group: (group.step, group.prompt))
+    if len({(group.step, group.prompt) for group in ordered}) != len(ordered):
+        raise BatchError("two groups have the same step and prompt; a prompt is trained once. Merge or drop one")
+    trained: list[tuple[Trajectory, float]] = []
+    scored: list[float] = []
+    for group in ordered:
+        for trajectory, advantage in _with_advantages(group, divide_by_std=divide_by_std):
+            scored.append(advantage)
+            is_masked = truncation == "mask" and trajectory.stop_reason == StopReason.LENGTH
+            if not is_masked and trajectory.num_trained_tokens > 0:
+                trained.append((trajectory, advantage))
+    if not trained:
+        raise NoTrainableTrajectoriesError(
+            f"none of the {sum(len(group.trajectories) for group in ordered)} trajectories can be trained; each was"
+            " lost to a failure, has no baseline, or is masked as truncated. See failure/* and"
+            " response_length/clip_ratio"
+        )
+    num_tokens = sum(trajectory.num_trained_tokens for trajectory, _ in trained)
+    packed: list[PackedBatch] = []
+    for trajectory, advantage in trained:
+        if normalisation == "trajectory_mean":
+            weight = 1.0 / (trajectory.num_trained_tokens * len(trained))
+        else:
+            weight = 1.0 / num_tokens
+        packed.append(_pack_trajectory(trajectory, advantage, weight))
+    metrics = (*group_metrics(ordered), *advantage_metrics(scored))
+    return StepBatch(trajectories=tuple(packed), metrics=metrics)
+
+
+def micro_batches(batch: StepBatch, max_tokens: int) -> tuple[PackedBatch, ...]:
+    """Pack trajectories, in training order, into micro-batches of at most `max_tokens` tokens.
+
+    A trajectory is never divided, all its segments included, so that what is decided per sequence (off-policy masking,
+    sequence ratios) is decided within one forward pass.
+
+    Args:
+        batch: The step.
+        max_tokens: Tokens of a micro-batch, prompts included.
+
+    Returns:
+        At least one micro-batch; a new one begins where the next trajectory doesn't fit any more.
+
+    Raises:
+        BatchError: a trajectory alone is larger than `max_tokens`.
+    """
+    packs: list[PackedBatch] = []
+    current: list[PackedBatch] = []
+    used = 0
+    for trajectory in batch.trajectories:
+        size = trajectory.token_ids_T.size
+        if size > max_tokens:
+            raise BatchError(
+                f"trajectory {trajectory.ids[0]} has {size} tokens; a micro-batch holds {max_tokens} and a trajectory"
+                " is never divided. Raise micro_batch_tokens or lower sampling.max_new_tokens"
+            )
+        if current and used + size > max_tokens:
+            packs.append(concatenate(current))
+            current, used = [], 0
+        current.append(trajectory)
+        used += size
+    packs.append(concatenate(current))
+    return tuple(packs)
+
+
+def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
+    """Return one batch with the sequences of `parts`, which hold different trajectories, end to end."""
+    counts = [len(part.ids) for part in parts]
+    offsets = np.cumsum([0, *counts[:-1]], dtype=np.int32)
+    shifted = [
+        msgspec.structs.replace(part, trajectory_T=part.trajectory_T + offset)
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in shifted])
+        for name in PackedBatch.__struct_fields__
+        if name != "ids"
+    }
+    return PackedBatch(ids=tuple(identity for part in parts for identity in part.ids), **arrays)
+
+
+def inert_like(packed: PackedBatch) -> PackedBatch:
+    """Return the same tokens with nothing trained: what a rank runs that has no micro-batch left while others have one.
+
+    Its loss is 0 and connected to the graph, so collective calls of the backward pass still meet.
+    """
+    return msgspec.structs.replace(
+        packed,
+        trained_mask_T=np.zeros_like(packed.trained_mask_T),
+        behavior_logprobs_T=np.zeros_like(packed.behavior_logprobs_T),
+        advantages_T=np.zeros_like(packed.advantages_T),
+        token_weight_T=np.zeros_like(packed.token_weight_T),
+        trajectory_tokens_N=np.zeros_like(packed.trajectory_tokens_N),
+    )
+
+
+def _with_advantages(group: Group, *, divide_by_std: bool) -> list[tuple[Trajectory, float]]:
+    """Members that count, by member, each with its advantage; none where fewer than two remain."""
+    members = sorted(group.trajectories, key=lambda trajectory: trajectory.id)
+    rewards_G = np.array([np.nan if member.reward is None else member.reward for member in members], dtype=np.float64)
+    included_mask_G = np.array([not member.is_excluded for member in members], dtype=np.bool_)
+    advantages_G = group_advantages(rewards_G, included_mask_G, divide_by_std=divide_by_std)
+    if included_mask_G.sum() < 2:
+        return []
+    return [(members[i], float(advantages_G[i])) for i in np.flatnonzero(included_mask_G)]
+
+
+def _pack_trajectory(trajectory: Trajectory, advantage: float, weight: float) -> PackedBatch:
+    """The segments of one trajectory, end to end."""
+    segments = trajectory.segments
+    rows = [_predictor_rows(segment) for segment in segments]
+    trained_mask_T = np.concatenate([mask_T for _, mask_T, _ in rows])
+    behavior_logprobs_T = np.concatenate([logprobs_T for _, _, logprobs_T in rows])
+    trained = behavior_logprobs_T[trained_mask_T]
+    if not np.all(np.isfinite(trained) & (trained <= 0)):
+        worst = trained[~(np.isfinite(trained) & (trained <= 0))][0]
+        raise BatchError(
+            f"trajectory {trajectory.id} has a behavior log-prob of {worst} at a trained token; it must be finite and"
+            " at most 0. The engine must report log-probs of what it drew"
+        )
+    token_ids_T = np.concatenate([segment.token_ids_T for segment in segments])
+    return PackedBatch(
+        token_ids_T=token_ids_T,
+        sequence_lengths_B=np.array([segment.token_ids_T.size for segment in segments], dtype=np.int32),
+        target_ids_T=np.concatenate([target_ids_T for target_ids_T, _, _ in rows]),
+        trained_mask_T=trained_mask_T,
+        behavior_logprobs_T=np.where(trained_mask_T, behavior_logprobs_T, np.float32(0)),
+        advantages_T=np.where(trained_mask_T, np.float32(advantage), np.float32(0)),
+        token_weight_T=np.where(trained_mask_T, np.float32(weight), np.float32(0)),
+        trajectory_T=np.zeros(token_ids_T.shape, dtype=np.int32),
+        trajectory_tokens_N=np.array([trained_mask_T.sum()], dtype=np.int32),
+        ids=(trajectory.id,),
+    )
+
+
+def _predictor_rows(segment: Segment) -> tuple[Int32Array, BoolArray, Float32Array]:
+    """Move target id, trained mask and behavior log-prob from each token to the position before it, which predicts it.
+
+    The first token, which nothing predicts, falls off; the last row predicts nothing and is inert.
+    """
+    target_ids_T = np.append(segment.token_ids_T[1:], np.int32(0))
+    trained_mask_T = np.append(segment.trained_mask_T[1:], np.False_)
+    behavior_logprobs_T = np.append(segment.behavior_logprobs_T[1:], np.float32(0))
+    return target_ids_T, trained_mask_T, behavior_logprobs_T

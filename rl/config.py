@@ -1,0 +1,276 @@
+"""The schema of runs: algorithms as a tagged union, and the roots that `train`, `sft` and `eval` decode into.
+
+Schemas of parts live beside what they configure (`rollout/config.py`, `model/train_config.py`, `rl/tasks/config.py`)
+and are assembled only here. No torch and no ray: a wrong key must cost milliseconds. YAML and Hydra are in `conf/`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from rollforward.model.config import PresetName
+from rollforward.model.tokenizer import TokenizerConfig
+from rollforward.model.train_config import OptimConfig
+from rollforward.rl.tasks.config import TaskConfig
+from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.types import SamplingParams
+
+Normalisation = Literal["trajectory_mean", "token_mean"]
+"""Weight of a token in the step: equal trajectories (each the mean of its tokens), or equal tokens."""
+
+Truncation = Literal["keep", "mask"]
+"""A completion that ran out of budget is trained like others, or counts in the baseline without being trained."""
+
+Precision = Literal["native", "fp32"]
+"""The model's published number formats, or plain float32 everywhere."""
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class GRPO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grpo"):
+    """DeepSeek's GRPO (`rl/losses/grpo.py`); the defaults are DeepSeek-V3.2's where it states them."""
+
+    group_size: int = 8
+    """Attempts at each prompt, which share a baseline; at least 2."""
+    clip_eps_low: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is clipped below at 1 minus this."""
+    clip_eps_high: Annotated[float, msgspec.Meta(gt=0.0)] = 0.2
+    """The ratio is clipped above at 1 plus this. Larger than the lower one is DAPO's clip-higher (0.28)."""
+    kl_beta: NonNegativeFloat = 0.001
+    """Weight of the KL to the model that the run starts from. 0 leaves the reference out."""
+    opsm_delta: Annotated[float, msgspec.Meta(gt=0.0)] | None = 0.1
+    """Nats per token beyond which a sequence of negative advantage is off-policy and loses its policy term; DeepSeek
+    states no value. null switches the mask off."""
+    advantage_std: bool = False
+    """Divide advantages by the group's standard deviation, as the original GRPO does."""
+    normalisation: Normalisation = "trajectory_mean"
+    """Weight of a token in the step."""
+    truncation: Truncation = "keep"
+    """What completions that ran out of budget do."""
+
+    def __post_init__(self) -> None:
+        """Refuse a group of one."""
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size is {self.group_size}; a baseline from the group needs at least 2 members. Set"
+                " algo.group_size=2 or more (8 is usual)"
+            )
+
+
+Algorithm = GRPO
+"""Any algorithm, told apart by `type`. A new one joins here, in a file of `rl/losses`, and in
+`rl/losses/registry.py`."""
+
+
+class FreshModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="fresh"):
+    """An untrained model with a tokenizer trained on the tasks' own conversations."""
+
+    preset: PresetName = "tiny"
+    """Hyper-parameters; the vocabulary size is the tokenizer's."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """How the tokenizer is trained."""
+    seed: NonNegativeInt = 0
+    """Chooses the weights."""
+
+
+class CheckpointModel(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="checkpoint"
+):
+    """A model directory in the official layout, with its tokenizer.json."""
+
+    model_dir: str
+    """Where it lies."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What Ray may use of this machine."""
+
+    num_cpus: PositiveInt = 2
+    """Cores of the local cluster that is started."""
+    learner_threads: PositiveInt = 2
+    """CPU threads of the learner; it computes while the engines wait."""
+
+
+class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Evaluation on held-out prompts during a run; also before the first and after the last step."""
+
+    prompts: PositiveInt = 200
+    """Held-out prompts of each task."""
+    every_steps: PositiveInt = 20
+    """Steps between evaluations."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+
+
+class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights & Biases; metrics.jsonl in the run directory is always written."""
+
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    """"offline" writes files to be synced later and needs no account."""
+    project: str = "rollforward"
+    """Project of the run."""
+
+
+class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Root of `train`: reinforcement learning from a checkpoint."""
+
+    run_dir: str
+    """Directory of the run: log, checkpoints, metrics."""
+    model_dir: str
+    """Checkpoint to start from, in the official layout; also the reference of the KL."""
+    tasks: tuple[TaskConfig, ...]
+    """What to learn; at least one."""
+    algo: Algorithm
+    """The algorithm and its constants."""
+    optim: OptimConfig
+    """The optimizer."""
+    sampling: SamplingParams
+    """How training completions are drawn."""
+    steps: PositiveInt
+    """Optimizer steps of the run."""
+    prompts_per_step: PositiveInt
+    """Prompts of a step; each is attempted `algo.group_size` times."""
+    micro_batch_tokens: PositiveInt
+    """Tokens, prompts included, of one forward and backward pass. Changes memory and speed only."""
+    max_prompt_tokens: PositiveInt = 512
+    """A longer rendered prompt is an error."""
+    seed: NonNegativeInt = 0
+    """Chooses the order of prompts and every draw."""
+    precision: Precision = "native"
+    """Number formats of the forward pass, on both sides alike."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Cores and threads."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Engines and their log."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    checkpoint_every_steps: PositiveInt = 20
+    """Steps between checkpoints that a restarted run continues from."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept."""
+    tracker: TrackerConfig = TrackerConfig()
+    """Where metrics go."""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that would fail, or be silently wrong, only later."""
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0; members of a group would all be the same greedy answer. Set"
+                " sampling.temperature=1"
+            )
+        if self.sampling.top_p != 1 or self.sampling.top_k != 0:
+            raise ValueError(
+                f"sampling has top_p={self.sampling.top_p} and top_k={self.sampling.top_k}; training samples the whole"
+                " distribution, because the kept set of each token is not recorded. Set sampling.top_p=1"
+                " sampling.top_k=0"
+            )
+        _check_sequence_fits(self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
+        _check_warmup(self.optim, self.steps)
+        _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
+
+
+class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Root of `sft`: supervised fine-tuning on rendered conversations of the tasks, every right answer a target."""
+
+    run_dir: str
+    """Directory of the run: checkpoints, metrics, the model at the end."""
+    start: FreshModel | CheckpointModel
+    """Weights and tokenizer to start from."""
+    tasks: tuple[TaskConfig, ...]
+    """What to learn; at least one. Each needs right answers."""
+    optim: OptimConfig
+    """The optimizer."""
+    steps: PositiveInt
+    """Optimizer steps of the run."""
+    micro_batch_tokens: PositiveInt
+    """Tokens of one forward and backward pass, whole conversations."""
+    micro_batches_per_step: PositiveInt = 1
+    """Micro-batches whose gradients are added before an optimizer step."""
+    threads: PositiveInt = 2
+    """CPU threads."""
+    max_prompt_tokens: PositiveInt = 512
+    """A longer rendered prompt is an error."""
+    max_answer_tokens: PositiveInt = 512
+    """A longer rendered answer is an error; also the budget of evaluation."""
+    seed: NonNegativeInt = 0
+    """Chooses the order of conversations."""
+    precision: Precision = "native"
+    """Number formats of the forward pass."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The engine that evaluates."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    checkpoint_every_steps: PositiveInt = 100
+    """Steps between checkpoints that a restarted run continues from."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept."""
+    tracker: TrackerConfig = TrackerConfig()
+    """Where metrics go."""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that would fail only later."""
+        _check_sequence_fits(
+            self.max_prompt_tokens, self.max_answer_tokens, self.micro_batch_tokens, answer_key="max_answer_tokens"
+        )
+        _check_warmup(self.optim, self.steps)
+        _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
+
+
+class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Root of `eval`: accuracy of one checkpoint on held-out prompts."""
+
+    run_dir: str
+    """Directory of the run: log, samples, metrics."""
+    model_dir: str
+    """Checkpoint to measure, in the official layout."""
+    tasks: tuple[TaskConfig, ...]
+    """What to measure on; at least one."""
+    sampling: SamplingParams
+    """How completions are drawn; temperature 0 is greedy."""
+    prompts: PositiveInt = 200
+    """Held-out prompts of each task."""
+    max_prompt_tokens: PositiveInt = 512
+    """A longer rendered prompt is an error."""
+    seed: NonNegativeInt = 0
+    """Keys every draw; without effect where temperature is 0."""
+    precision: Precision = "native"
+    """Number formats of the forward pass."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Engines and their log."""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that would fail only later."""
+        _check_heldout(self.tasks, self.prompts, "prompts")
+
+
+def _check_sequence_fits(
+    prompt_tokens: int, answer_tokens: int, micro_batch_tokens: int, answer_key: str = "sampling.max_new_tokens"
+) -> None:
+    longest = prompt_tokens + answer_tokens
+    if longest > micro_batch_tokens:
+        raise ValueError(
+            f"micro_batch_tokens is {micro_batch_tokens}, but a sequence may have max_prompt_tokens + {answer_key} ="
+            f" {prompt_tokens} + {answer_tokens} = {longest} tokens and is never divided. Set"
+            f" micro_batch_tokens={longest} or more, or lower one of the other two"
+        )
+
+
+def _check_warmup(optim: OptimConfig, steps: int) -> None:
+    if optim.warmup_steps > steps:
+        raise ValueError(
+            f"optim.warmup_steps is {optim.warmup_steps}, but the run has {steps} steps and would never reach"
+            f" optim.lr. Set optim.warmup_steps={steps} or fewer"
+        )
+
+
+def _check_heldout(tasks: tuple[TaskConfig, ...], prompts: int, key: str) -> None:
+    if not tasks:
+        raise ValueError("tasks is empty; a run needs at least one task. Choose a recipe or set tasks")
+    for task in tasks:
+        if prompts > task.heldout_size:
+            raise ValueError(
+                f"{key} is {prompts}, but task {task.name} keeps {task.heldout_size} held-out prompts, and none is"
+                f" asked twice. Set {key}={task.heldout_size} or fewer, or raise the task's heldout_size"
+            )

@@ -1,0 +1,250 @@
+"""The loop of reinforcement learning. One synchronous step:
+
+    PromptSource --examples--> group_requests --requests--> rollout.generate ----completions--+
+         ^ cursor                                               ^                              v
+         |                                                      | weights vK            score_completions
+     checkpoint <-- state --+                                   |                              | scores
+                            |                          publish, acknowledge                    v
+                            +------ learner.update <--micro-batches-- build_step_batch <-- build_groups
+
+| stage    | consumes                          | produces                      | waits for                        |
+|----------|-----------------------------------|-------------------------------|----------------------------------|
+| rollout  | prompts, weights vK               | completions, durable          | every replica's acknowledgement  |
+| score    | completions, tasks                | rewards                       | all completions of the step      |
+| learn    | groups in (prompt, member) order  | masters, step K + 1           | all rewards of the step          |
+| publish  | masters                           | weights v(K+1) with manifest  | nothing in flight                |
+
+Weights are published only when nothing is in flight, and version K is the policy after K optimizer steps, so a run that was
+interrupted and one that was not do the same thing: what the log holds is answered from the log, the rest is drawn again to
+the same bits. Here: the order of stages, without Ray. The stages themselves are one call each, one file away.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from rollforward.conf.console import Progress
+from rollforward.model.metrics import Metric, metric_values
+from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
+from rollforward.rl.checkpoints import LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl.config import RLRun
+from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
+from rollforward.rl.prompts import PromptSource
+from rollforward.rl.sampling import PromptEncoder, build_groups, group_requests, score_completions
+from rollforward.rl.tasks.types import Task
+from rollforward.rl.tracker import Tracker
+from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.weights import WeightsAck, WeightsManifest, check_acknowledgement, version_directory
+
+WEIGHTS_NAME = "weights"
+CHECKPOINTS_NAME = "checkpoints"
+
+
+class Rollout(Protocol):
+    """The rollout side as the loop sees it."""
+
+    def load_weights(self, directory: Path) -> list[WeightsAck]:
+        """Load a published version on every replica and return what each one holds."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample requests to their end, in order; every token is durable."""
+        ...
+
+
+class LearnerGroup(Protocol):
+    """The learner side as the loop sees it."""
+
+    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
+        """Take one optimizer step."""
+        ...
+
+    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
+        """Write the current policy as a version."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write learner state into a checkpoint's directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Take learner state from a checkpoint's directory."""
+        ...
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run achieved."""
+
+    before: tuple[TaskAccuracy, ...]
+    """Held-out accuracy of the model that the run started from."""
+    after: tuple[TaskAccuracy, ...]
+    """Held-out accuracy at the end."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    trained_tokens: int
+    """Sampled tokens that this process trained on."""
+    rollout_probs_diff_max: float
+    """Largest difference between a token's probability in the engine and in training, over this process's steps."""
+
+
+class Controller:
+    """Runs the loop of one run directory, from its newest checkpoint if there is one."""
+
+    def __init__(
+        self,
+        run: RLRun,
+        *,
+        tasks: Sequence[Task],
+        encoder: PromptEncoder,
+        rollout: Rollout,
+        learner: LearnerGroup,
+        tracker: Tracker,
+    ) -> None:
+        """Bind the parts of one run.
+
+        Args:
+            run: the configuration.
+            tasks, encoder: what is asked, and how it becomes tokens.
+            rollout, learner: the two sides.
+            tracker: where metrics go.
+        """
+        self._run = run
+        self._run_dir = Path(run.run_dir)
+        self._tasks = {task.name: task for task in tasks}
+        self._encoder = encoder
+        self._prompts = PromptSource(tasks, seed=run.seed)
+        self._evaluator = Evaluator(
+            tasks,
+            encoder,
+            num_prompts=run.eval.prompts,
+            sampling=msgspec.structs.replace(run.sampling, temperature=run.eval.temperature),
+            run_seed=run.seed,
+        )
+        self._rollout = rollout
+        self._learner = learner
+        self._tracker = tracker
+        self._seconds: dict[str, float] = {}
+        self._trained_tokens = 0
+        self._probs_diff_max = 0.0
+
+    def run(self) -> RunOutcome:
+        """Do what is left of the run and return its outcome.
+
+        Raises:
+            WeightsError: a replica does not hold what was published.
+            NonFiniteLossError, NoTrainableTrajectoriesError: the step cannot be trained; nothing was updated.
+        """
+        state = self._restore()
+        self._publish(state.step)
+        before = self._evaluate(0) if state.step == 0 else self._recall_evaluation()
+        after = before
+        with Progress("train", self._run.steps, done=state.step) as progress:
+            while state.step < self._run.steps:
+                self._seconds = {}
+                start_s = time.monotonic()
+                state, values = self._step(state)
+                if self._is_due(state.step, self._run.eval.every_steps):
+                    after = self._evaluate(state.step)
+                    values |= accuracy_values(after)
+                if self._is_due(state.step, self._run.checkpoint_every_steps):
+                    self._save(state)
+                values |= {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}
+                values["timing_s/step"] = time.monotonic() - start_s
+                self._tracker.log(state.step, values)
+                progress.step(_shown(values))
+        return RunOutcome(
+            before=before,
+            after=after,
+            steps=state.step,
+            trained_tokens=self._trained_tokens,
+            rollout_probs_diff_max=self._probs_diff_max,
+        )
+
+    def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float]]:
+        """One optimizer step: sample, score, learn, publish."""
+        run = self._run
+        examples, cursor = self._prompts.draw(state.cursor, run.prompts_per_step)
+        requests = group_requests(
+            examples,
+            self._encoder,
+            step=state.step,
+            group_size=run.algo.group_size,
+            run_seed=run.seed,
+            sampling=run.sampling,
+            policy_version=state.step,
+        )
+        with self._timed("gen"):
+            completions = self._rollout.generate(requests)
+        with self._timed("reward"):
+            scores = score_completions(examples, completions, self._encoder, self._tasks)
+        groups = build_groups(examples, requests, completions, scores)
+        batch = build_step_batch(
+            groups,
+            normalisation=run.algo.normalisation,
+            divide_by_std=run.algo.advantage_std,
+            truncation=run.algo.truncation,
+        )
+        with self._timed("update_actor"):
+            metrics = self._learner.update(micro_batches(batch, run.micro_batch_tokens))
+        with self._timed("update_weights"):
+            self._publish(state.step + 1)
+        values = metric_values((*batch.metrics, *metrics))
+        values["perf/total_num_tokens"] = float(sum(trajectory.token_ids_T.size for trajectory in batch.trajectories))
+        self._trained_tokens += batch.num_trained_tokens
+        self._probs_diff_max = max(self._probs_diff_max, values["training/rollout_probs_diff_max"])
+        return LoopState(step=state.step + 1, cursor=cursor), values
+
+    def _publish(self, policy_version: int) -> None:
+        """Publish the learner's weights; the gate opens where every replica proves that it holds them."""
+        root = self._run_dir / WEIGHTS_NAME
+        manifest = self._learner.publish(root, policy_version)
+        for ack in self._rollout.load_weights(version_directory(root, policy_version)):
+            check_acknowledgement(manifest, ack)
+
+    def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
+        with self._timed("testing"):
+            results = self._evaluator.evaluate(self._rollout.generate, step=step, policy_version=step)
+        (self._run_dir / f"eval_{step:06d}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+        return results
+
+    def _recall_evaluation(self) -> tuple[TaskAccuracy, ...]:
+        """The evaluation before the first step, as an earlier process of the run wrote it."""
+        return msgspec.json.decode((self._run_dir / "eval_000000.json").read_bytes(), type=tuple[TaskAccuracy, ...])
+
+    def _restore(self) -> LoopState:
+        found = latest_checkpoint(self._run_dir / CHECKPOINTS_NAME)
+        if found is None:
+            return LoopState(step=0, cursor=self._prompts.start())
+        directory, state = found
+        self._learner.load(directory)
+        return state
+
+    def _save(self, state: LoopState) -> None:
+        with self._timed("save_checkpoint"):
+            root = self._run_dir / CHECKPOINTS_NAME
+            save_checkpoint(root, state, self._learner.save, keep=self._run.keep_checkpoints)
+
+    def _is_due(self, step: int, every_steps: int) -> bool:
+        return step % every_steps == 0 or step == self._run.steps
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start_s = time.monotonic()
+        yield
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - start_s
+
+
+def _shown(values: dict[str, float]) -> dict[str, object]:
+    """The few numbers of a step that a person follows."""
+    names = {
+        "reward": "critic/rewards/mean",
+        "length": "response_length/mean",
+        "entropy": "actor/entropy",
+        "probs_diff_max": "training/rollout_probs_diff_max",
+    }
+    shown: dict[str, object] = {label: values[name] for label, name in names.items() if name in values}
+    return shown | {name.split("/")[1]: value for name, value in values.items() if name.startswith("val-core/")}

@@ -1,0 +1,137 @@
+"""What SFT learns from: right answers to training questions, packed into micro-batches of a fixed token budget.
+
+The stream is a function of (tasks, encoding, seed, cursor), as in `rl/prompts.py`. Packing is next-fit in the order of
+the stream: a micro-batch takes whole conversations until the next one does not fit, and that one opens the next
+micro-batch. So no conversation is cut, left out or seen twice in a pass, and the cursor alone says where the stream is.
+
+Not here: the loss and its normalisation (`rl/losses/`), the model's handling of several sequences in one row
+(`model/`).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rollforward.model.encoding import ChatEncoding, EncodedConversation, plain_texts
+from rollforward.model.messages import Message
+from rollforward.rl.errors import TaskError
+from rollforward.rl.prompts import DataCursor, ExampleOrder
+from rollforward.rl.tasks.types import Example, Task
+from rollforward.rollout.types import ArrayRecord, BoolArray, Float32Array, Int32Array
+
+
+class PackedConversations(ArrayRecord, frozen=True, kw_only=True, eq=False):
+    """One micro-batch: whole conversations end to end. None attends to another.
+
+    As in `rl/batch.py`, what is said per token is aligned with the predicting position: row t speaks of the token at t
+    + 1.
+    """
+
+    token_ids_T: Int32Array
+    """[T] int32. All tokens, no padding."""
+    sequence_lengths_B: Int32Array
+    """[B] int32. Tokens of each conversation, in order; they sum to T."""
+    target_ids_T: Int32Array
+    """[T] int32. Token that follows in the same conversation; 0 after the last one."""
+    trained_mask_T: BoolArray
+    """[T] bool. True where the token that follows is an assistant's."""
+    token_weight_T: Float32Array
+    """[T] float32. Share of the target in the step's loss; 0 where not trained. All micro-batches of a step sum to 1.
+    """
+
+
+class ConversationSource:
+    """Packed conversations to learn from. Immutable: the same cursor gives the same micro-batches in any process.
+
+    Args:
+        tasks: at least one, each with answers to its questions.
+        encoding: renders and encodes.
+        seed: the run's seed.
+        max_tokens: budget of a micro-batch, tokens.
+    """
+
+    def __init__(self, tasks: Sequence[Task], encoding: ChatEncoding, *, seed: int, max_tokens: int) -> None:
+        """Fix the order."""
+        self._order = ExampleOrder(tasks, seed=seed, purpose="conversations")
+        self._encoding = encoding
+        self._max_tokens = max_tokens
+
+    def start(self) -> DataCursor:
+        """The cursor of a run that has consumed nothing."""
+        return self._order.start()
+
+    def draw(self, cursor: DataCursor, num_batches: int) -> tuple[tuple[PackedConversations, ...], DataCursor]:
+        """The next micro-batches and the cursor behind them.
+
+        Raises:
+            CursorError: the cursor is of another stream.
+            TaskError: a conversation alone exceeds the budget, or a task has no answer to a question.
+        """
+        step: list[list[EncodedConversation]] = []
+        for _ in range(num_batches):
+            conversations, cursor = self._fill(cursor)
+            step.append(conversations)
+        num_trained = sum(sum(one.trained_mask) for conversations in step for one in conversations)
+        return tuple(_pack(conversations, weight=1.0 / num_trained) for conversations in step), cursor
+
+    def _fill(self, cursor: DataCursor) -> tuple[list[EncodedConversation], DataCursor]:
+        """Conversations from `cursor` on until the next does not fit the budget, and the cursor of that one."""
+        conversations: list[EncodedConversation] = []
+        num_tokens_left = self._max_tokens
+        while True:
+            example = self._order.example(cursor)
+            conversation = self._encoding.encode_conversation(solved_messages(example))
+            num_tokens = len(conversation.token_ids)
+            if num_tokens > self._max_tokens:
+                raise TaskError(
+                    f"task {example.task}: conversation {example.index} has {num_tokens} tokens, more than the "
+                    "micro-batch"
+                    f" budget of {self._max_tokens}. Raise the budget, or make the questions shorter."
+                )
+            if num_tokens > num_tokens_left:
+                return conversations, cursor
+            num_tokens_left -= num_tokens
+            conversations.append(conversation)
+            cursor = self._order.next(cursor)
+
+
+def solved_messages(example: Example) -> tuple[Message, ...]:
+    """The conversation in which the assistant says the example's demonstration.
+
+    Raises:
+        TaskError: the example has none.
+    """
+    if example.demonstration is None:
+        raise TaskError(
+            f"task {example.task}: {example.split} example {example.index} has no written answer, only a verifier, so"
+            " SFT cannot learn from it. Leave the task out of SFT."
+        )
+    return (*example.messages, Message(role="assistant", content=example.demonstration))
+
+
+def tokenizer_texts(tasks: Sequence[Task], num_conversations: int) -> Iterator[str]:
+    """The texts to train a tokenizer on: of each task the first training conversations, rendered, without control
+    tokens.
+
+    Raises:
+        TaskError: an example has no written answer.
+    """
+    for task in tasks:
+        for index in range(min(num_conversations, task.size("train"))):
+            yield from plain_texts(solved_messages(task.example(index)))
+
+
+def _pack(conversations: Sequence[EncodedConversation], *, weight: float) -> PackedConversations:
+    targets: list[int] = []
+    trained: list[bool] = []
+    for conversation in conversations:
+        targets += [*conversation.token_ids[1:], 0]
+        trained += [*conversation.trained_mask[1:], False]
+    trained_mask_T = np.array(trained, dtype=np.bool_)
+    return PackedConversations(
+        token_ids_T=np.array([token for one in conversations for token in one.token_ids], dtype=np.int32),
+        sequence_lengths_B=np.array([len(one.token_ids) for one in conversations], dtype=np.int32),
+        target_ids_T=np.array(targets, dtype=np.int32),
+        trained_mask_T=trained_mask_T,
+        token_weight_T=np.where(trained_mask_T, np.float32(weight), np.float32(0.0)),
+    )

@@ -1,0 +1,35 @@
+"""Errors of `rl/`. Each says what its catcher should do; all pickle, because they cross Ray.
+
+What an error of another folder means is in that folder's `errors.py`. A wrong configuration is a plain `ValueError`
+from the schema class, which `conf/load.py` turns into a message with the dotted path.
+"""
+
+
+class RLError(Exception):
+    """Base of every error of this folder."""
+
+
+class BatchError(RLError, ValueError):
+    """Trajectories or limits from which no correct training batch can be made. Stop: the caller has a bug or a wrong
+    limit."""
+
+
+class LossInputError(RLError, ValueError):
+    """Inputs of a loss that do not fit each other or the algorithm. Stop: training on them would be silently wrong."""
+
+
+class NoTrainableTrajectoriesError(RLError, RuntimeError):
+    """Every trajectory of the step was lost to failures. Don't step the optimizer; stop, or sample the step again."""
+
+
+class TaskError(RLError, ValueError):
+    """A task that cannot be built or asked as configured. Stop before anything is allocated; the message has the way
+    out."""
+
+
+class CursorError(RLError, ValueError):
+    """A cursor that belongs to other data than the source at hand. Stop: going on would repeat and skip prompts."""
+
+
+class ModelDirectoryError(RLError, ValueError):
+    """Model and tokenizer of a directory do not belong together. Stop before anything is allocated."""

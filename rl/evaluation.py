@@ -1,0 +1,111 @@
+"""Held-out accuracy: the same questions every time, sampled by an engine, judged by their tasks."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from rollforward.rl.sampling import PromptEncoder, group_requests, score_completions
+from rollforward.rl.tasks.types import Task
+from rollforward.rollout.types import Completion, Request, SamplingParams
+
+Generate = Callable[[Sequence[Request]], list[Completion]]
+"""Samples requests to their end, in order: an engine, a replica or a pool of them."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One judged answer, for a person to read."""
+
+    task: str
+    """Name of the task."""
+    question: str
+    """Last message of the prompt."""
+    text: str
+    """What the model said."""
+    score: float
+    """Reward."""
+    reason: str
+    """Why it got it."""
+
+
+class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one task."""
+
+    task: str
+    """Name of the task."""
+    correct: int
+    """Answers with full marks."""
+    judged: int
+    """Answers that were judged; infra and data failures are not among them."""
+    samples: tuple[Sample, ...]
+    """The first few answers."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of judged answers with full marks; 0 where nothing was judged."""
+        return self.correct / self.judged if self.judged else 0.0
+
+
+class Evaluator:
+    """Evaluates one model version after another on the same held-out questions. Immutable."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        encoder: PromptEncoder,
+        *,
+        num_prompts: int,
+        sampling: SamplingParams,
+        run_seed: int,
+    ) -> None:
+        """Choose the first ``num_prompts`` held-out questions of every task."""
+        self._tasks = {task.name: task for task in tasks}
+        self._encoder = encoder
+        self._sampling = sampling
+        self._run_seed = run_seed
+        self._examples = tuple(task.example(index, "heldout") for task in tasks for index in range(num_prompts))
+
+    def evaluate(self, generate: Generate, *, step: int, policy_version: int) -> tuple[TaskAccuracy, ...]:
+        """Answer every question once.
+
+        Args:
+            generate: samples the requests.
+            step: names the requests; an evaluation of the same step is answered from the log.
+            policy_version: weights that must sample them.
+        """
+        requests = group_requests(
+            self._examples,
+            self._encoder,
+            step=step,
+            group_size=1,
+            run_seed=self._run_seed,
+            sampling=self._sampling,
+            policy_version=policy_version,
+            is_eval=True,
+        )
+        completions = generate(requests)
+        scores = score_completions(self._examples, completions, self._encoder, self._tasks)
+        results: list[TaskAccuracy] = []
+        for name in self._tasks:
+            rows = [
+                (example, completion, score)
+                for example, completion, score in zip(self._examples, completions, scores, strict=True)
+                if example.task == name and score is not None
+            ]
+            samples = tuple(
+                Sample(
+                    task=name,
+                    question=example.messages[-1].content,
+                    text=self._encoder.text(completion),
+                    score=score.value,
+                    reason=score.reason,
+                )
+                for example, completion, score in rows[:5]
+            )
+            correct = sum(score.is_correct for _, _, score in rows)
+            results.append(TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples))
+        return tuple(results)
+
+
+def accuracy_values(results: Sequence[TaskAccuracy]) -> dict[str, float]:
+    """Return verl's metric names -> accuracy."""
+    return {f"val-core/{result.task}/acc/mean@1": result.accuracy for result in results}

@@ -1,0 +1,143 @@
+"""The learner: a trainer, an algorithm's loss, and the frozen reference that its KL compares with.
+
+Here: the machine that an actor wraps, one rank. Not here: Ray (actors.py), the optimizer (model/trainer.py), losses
+(losses/), batches (batch.py).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollforward.model.checkpoint import read_checkpoint
+from rollforward.model.config import load_model_config
+from rollforward.model.metrics import Metric, merge_metrics
+from rollforward.model.numerics import Precision
+from rollforward.model.scoring import ScoringBatch, target_logprobs
+from rollforward.model.train_config import OptimConfig
+from rollforward.model.trainer import LossPart, Trainer
+from rollforward.model.transformer import Model
+from rollforward.rl.batch import PackedBatch
+from rollforward.rl.config import Algorithm
+from rollforward.rl.losses.base import LossOutput, loss_inputs
+from rollforward.rl.losses.registry import policy_loss
+from rollforward.rollout.weights import WeightsManifest, publish_weights
+
+_NUM_WORST = 3
+TOKENIZER_NAME = "tokenizer.json"
+"""Travels with every published version, so that each is a complete model directory."""
+
+
+class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner needs to know of a run."""
+
+    model_dir: str
+    """Checkpoint to start from, and reference of the KL."""
+    algorithm: Algorithm
+    """Loss and its constants."""
+    optim: OptimConfig
+    """Optimizer."""
+    precision: Precision
+    """Number formats of the forward."""
+    temperature: float
+    """Divides the logits, as when sampling."""
+    threads: int
+    """CPU threads of this process."""
+
+
+class Learner:
+    """One rank of the learner. Needs an initialised process group.
+
+    The reference is the model that the run started from, in its published values, and never changes.
+    """
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        """Read the checkpoint and build trainer and reference."""
+        torch.set_num_threads(settings.threads)
+        self._settings = settings
+        model_dir = Path(settings.model_dir)
+        self._model_config = load_model_config(model_dir / "config.json")
+        named = read_checkpoint(model_dir, self._model_config)
+        self._tokenizer = (model_dir / TOKENIZER_NAME).read_bytes()
+        self._trainer = Trainer(self._model_config, named, precision=settings.precision, optim=settings.optim)
+        # Without a KL term the reference would cost a forward pass and change nothing.
+        self._reference: Model | None = None
+        if settings.algorithm.kl_beta > 0:
+            self._reference = Model(self._model_config, named, precision=settings.precision)
+
+    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
+        """Take one optimizer step on a step's micro-batches.
+
+        Args:
+            micro_batches: from ``rl.batch.micro_batches``; their token weights sum to 1 over all ranks.
+
+        Returns:
+            Loss metrics, merged over micro-batches, and actor/grad_norm and actor/lr.
+
+        Raises:
+            NonFiniteLossError: before the optimizer step.
+        """
+        outputs: list[LossOutput] = []
+        scoring = [scoring_batch(packed) for packed in micro_batches]
+
+        def loss_of(index: int, policy_logprobs_T: Tensor, entropy_T: Tensor) -> LossPart:
+            inputs = loss_inputs(
+                micro_batches[index],
+                policy_logprobs_T=policy_logprobs_T,
+                reference_logprobs_T=self._reference_logprobs(scoring[index]),
+                entropy_T=entropy_T.detach(),
+            )
+            output = policy_loss(self._settings.algorithm, inputs)
+            outputs.append(output)
+            return LossPart(loss=output.loss, name=f"micro-batch {index}", worst=_worst(micro_batches[index], output))
+
+        result = self._trainer.train_step(scoring, loss_of, temperature=self._settings.temperature)
+        return (
+            *merge_metrics(metric for output in outputs for metric in output.metrics),
+            Metric(name="actor/grad_norm", numerator=result.grad_norm, denominator=1, per="step"),
+            Metric(name="actor/lr", numerator=result.learning_rate, denominator=1, per="step"),
+        )
+
+    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
+        """Write the masters' published bytes as a version; see ``publish_weights``."""
+        return publish_weights(
+            root,
+            policy_version,
+            self._model_config,
+            self._trainer.published(),
+            extra_files={TOKENIZER_NAME: self._tokenizer},
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write masters and optimizer state into an existing directory."""
+        self._trainer.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Take masters and optimizer state from a checkpoint's directory."""
+        self._trainer.load(directory)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: ScoringBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        temperature = self._settings.temperature
+        return target_logprobs(self._reference.transformer, self._reference.weights, batch, temperature=temperature)[0]
+
+
+def scoring_batch(packed: PackedBatch) -> ScoringBatch:
+    """Return what the trainer scores of a packed micro-batch: the trained targets."""
+    return ScoringBatch(
+        token_ids_T=torch.tensor(packed.token_ids_T, dtype=torch.int64),
+        sequence_lengths=tuple(packed.sequence_lengths_B.tolist()),
+        target_ids_T=torch.tensor(packed.target_ids_T, dtype=torch.int64),
+        scored_mask_T=torch.tensor(packed.trained_mask_T),
+    )
+
+
+def _worst(packed: PackedBatch, output: LossOutput) -> tuple[str, ...]:
+    """Identities of the trajectories with the largest (or a non-finite) part of the loss."""
+    size_N = torch.nan_to_num(output.trajectory_loss_N.abs(), nan=torch.inf)
+    order = size_N.argsort(descending=True)[:_NUM_WORST].tolist()
+    return tuple(f"{packed.ids[index]} ({float(output.trajectory_loss_N[index]):.4g})" for index in order)

@@ -1,0 +1,1 @@
+"""Policy losses: pure functions, one algorithm a file; `registry.py` lists them."""

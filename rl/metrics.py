@@ -1,0 +1,65 @@
+"""Metrics of rewards, lengths, advantages and failures of a step, under verl's names where verl has one.
+
+Loss metrics come out of `rl/losses`; the record and its merging are in `model/metrics.py`. Rewards, lengths and
+zero-variance groups are taken over what counts: infra and data failures appear only under `failure/*`.
+"""
+
+from collections.abc import Sequence
+
+from rollforward.model.metrics import Metric
+from rollforward.rollout.types import FailureType, Group, StopReason, Trajectory
+
+
+def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
+    """Return rewards, response lengths, zero-variance groups and failure rates of the groups of a step."""
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    included = [trajectory for trajectory in members if not trajectory.is_excluded]
+    rewards = [trajectory.reward for trajectory in included if trajectory.reward is not None]
+    lengths = [trajectory.num_trained_tokens for trajectory in included]
+    return (
+        *_distribution("critic/rewards", rewards, per="trajectory"),
+        *_distribution("response_length", lengths, per="trajectory"),
+        _share("response_length/clip_ratio", [t.stop_reason == StopReason.LENGTH for t in included], per="trajectory"),
+        *_baseline_metrics(groups),
+        *(
+            _share(f"failure/{failure.value}/rate", [t.failure == failure for t in members], per="trajectory")
+            for failure in FailureType
+        ),
+    )
+
+
+def advantage_metrics(advantages: Sequence[float]) -> tuple[Metric, ...]:
+    """Return mean, maximum and minimum of the advantages of the trajectories that count."""
+    return _distribution("critic/advantages", advantages, per="trajectory")
+
+
+def _baseline_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
+    """Shares of groups without a baseline, and of groups whose equal rewards teach nothing among the rest."""
+    rewards = [_included_rewards(group.trajectories) for group in groups]
+    with_baseline = [group for group in rewards if len(group) >= 2]
+    return (
+        _share("training/groups_without_baseline", [len(group) < 2 for group in rewards], per="group"),
+        _share("training/zero_variance_groups", [len(set(group)) == 1 for group in with_baseline], per="group"),
+    )
+
+
+def _included_rewards(trajectories: Sequence[Trajectory]) -> list[float]:
+    return [t.reward for t in trajectories if not t.is_excluded and t.reward is not None]
+
+
+def _share(name: str, hits: Sequence[bool], *, per: str) -> Metric:
+    return Metric(name=name, numerator=float(sum(hits)), denominator=float(len(hits)), per=per)
+
+
+def _distribution(name: str, values: Sequence[float], *, per: str) -> tuple[Metric, ...]:
+    """Mean, maximum and minimum; merged parts give those of all values."""
+    count = float(len(values))
+    return (
+        Metric(name=f"{name}/mean", numerator=float(sum(values)), denominator=count, per=per),
+        Metric(
+            name=f"{name}/max", numerator=float(max(values, default=0)), denominator=count, per=per, reduction="max"
+        ),
+        Metric(
+            name=f"{name}/min", numerator=float(min(values, default=0)), denominator=count, per=per, reduction="min"
+        ),
+    )

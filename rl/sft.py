@@ -1,0 +1,180 @@
+"""Entry point of `rollforward sft`: supervised fine-tuning on the tasks' rendered conversations, in one process.
+
+    ConversationSource --micro-batches--> Trainer.train_step (mean negative log-prob of the answers) --> checkpoint, model
+"""
+
+import json
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollforward.conf import console
+from rollforward.conf.load import set_environment
+from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
+from rollforward.model.config import ModelConfig, preset
+from rollforward.model.distributed import join_group, leave_group
+from rollforward.model.init import fresh_params
+from rollforward.model.scoring import ScoringBatch
+from rollforward.model.tokenizer import train_tokenizer
+from rollforward.model.trainer import LossPart, Trainer
+from rollforward.rl.checkpoints import LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl.config import FreshModel, SFTRun
+from rollforward.rl.conversations import ConversationSource, PackedConversations, tokenizer_texts
+from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
+from rollforward.rl.learner import TOKENIZER_NAME
+from rollforward.rl.setup import Parts, load_parts
+from rollforward.rl.tasks.registry import build_tasks
+from rollforward.rl.tracker import METRICS_NAME, Tracker
+from rollforward.rollout.replica import Replica
+from rollforward.rollout.types import SamplingParams
+from rollforward.rollout.weights import publish_weights, version_directory
+
+
+def main(run: SFTRun) -> int:
+    """Run the stage to its end; a run directory that holds a checkpoint is continued.
+
+    Returns:
+        0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
+    """
+    start_s = time.monotonic()
+    run_dir = Path(run.run_dir).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    model_dir = _fresh_model(run.start, run, run_dir) if isinstance(run.start, FreshModel) else Path(run.start.model_dir)
+    parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens)
+    torch.set_num_threads(run.threads)
+    set_environment({"LOCAL_RANK": "0"})
+    join_group(run_dir / f".rendezvous-{uuid.uuid4().hex}", rank=0, num_ranks=1)
+    tracker = Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run))
+    try:
+        accuracy = SFTLoop(run, parts, model_dir, tracker).run()
+    finally:
+        tracker.close()
+        leave_group()
+    rows: dict[str, object] = {f"{result.task} accuracy": result.accuracy for result in accuracy}
+    rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME}
+    console.summary(f"fine-tuned {run.steps} steps in {time.monotonic() - start_s:.0f} s", rows)
+    result = {"tasks": {one.task: {"eval_after": one.accuracy} for one in accuracy}, "steps": run.steps}
+    console.result(json.dumps({**result, "run_dir": str(run_dir)}))
+    return 0
+
+
+class SFTLoop:
+    """Steps over packed conversations, evaluates, checkpoints; resumes from the newest checkpoint."""
+
+    def __init__(self, run: SFTRun, parts: Parts, model_dir: Path, tracker: Tracker) -> None:
+        """Build trainer, data and evaluator.
+
+        Args:
+            run: the configuration. parts: model config, encoding, tasks. model_dir: where masters come from.
+            tracker: where metrics go.
+        """
+        self._run, self._parts, self._tracker = run, parts, tracker
+        self._run_dir = Path(run.run_dir).resolve()
+        named = read_checkpoint(model_dir, parts.model_config)
+        self._trainer = Trainer(parts.model_config, named, precision=run.precision, optim=run.optim)
+        self._data = ConversationSource(
+            parts.tasks, parts.encoding, seed=run.seed, max_tokens=run.micro_batch_tokens
+        )
+        self._evaluator = Evaluator(
+            parts.tasks,
+            parts.encoder,
+            num_prompts=run.eval.prompts,
+            sampling=SamplingParams(max_new_tokens=run.max_answer_tokens, temperature=run.eval.temperature),
+            run_seed=run.seed,
+        )
+        self._tokenizer = (model_dir / TOKENIZER_NAME).read_bytes()
+
+    def run(self) -> tuple[TaskAccuracy, ...]:
+        """Do what is left of the run; the model is written to ``run_dir/model``. Returns the final accuracy."""
+        checkpoints = self._run_dir / "checkpoints"
+        found = latest_checkpoint(checkpoints)
+        state = LoopState(step=0, cursor=self._data.start())
+        if found is not None:
+            self._trainer.load(found[0])
+            state = found[1]
+        accuracy: tuple[TaskAccuracy, ...] = ()
+        with console.Progress("sft", self._run.steps, done=state.step, every=10) as progress:
+            while state.step < self._run.steps:
+                state, values = self._step(state)
+                if self._is_due(state.step, self._run.eval.every_steps):
+                    accuracy = self._evaluate(state.step)
+                    values |= accuracy_values(accuracy)
+                if self._is_due(state.step, self._run.checkpoint_every_steps):
+                    save_checkpoint(checkpoints, state, self._trainer.save, keep=self._run.keep_checkpoints)
+                self._tracker.log(state.step, values)
+                progress.step({"loss": values["sft/loss"], "tokens_per_s": values["perf/throughput"]})
+        model_dir = self._run_dir / "model"
+        if not model_dir.exists():
+            version_directory(self._run_dir / "weights", self._run.steps).rename(model_dir)
+        return accuracy or self._evaluate(state.step)
+
+    def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float]]:
+        start_s = time.monotonic()
+        batches, cursor = self._data.draw(state.cursor, self._run.micro_batches_per_step)
+        weights = [torch.tensor(batch.token_weight_T) for batch in batches]
+
+        def loss_of(index: int, policy_logprobs_T: Tensor, entropy_T: Tensor) -> LossPart:
+            del entropy_T
+            return LossPart(loss=-(policy_logprobs_T * weights[index]).sum(), name=f"micro-batch {index}")
+
+        result = self._trainer.train_step([_scoring_batch(batch) for batch in batches], loss_of)
+        num_tokens = sum(batch.token_ids_T.size for batch in batches)
+        values = {
+            "sft/loss": result.loss,
+            "sft/grad_norm": result.grad_norm,
+            "sft/lr": result.learning_rate,
+            "perf/throughput": num_tokens / (time.monotonic() - start_s),
+        }
+        return LoopState(step=state.step + 1, cursor=cursor), values
+
+    def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
+        """Publish the policy after ``step`` steps and answer the held-out questions with the engine."""
+        root = self._run_dir / "weights"
+        files = {TOKENIZER_NAME: self._tokenizer}
+        publish_weights(root, step, self._parts.model_config, self._trainer.published(), extra_files=files)
+        replica = Replica(
+            "eval",
+            self._run_dir / "wal" / "eval",
+            self._parts.model_config,
+            precision=self._run.precision,
+            config=self._run.rollout,
+        )
+        try:
+            replica.load_weights(version_directory(root, step))
+            return self._evaluator.evaluate(replica.generate, step=step, policy_version=step)
+        finally:
+            replica.close()
+
+    def _is_due(self, step: int, every_steps: int) -> bool:
+        return step % every_steps == 0 or step == self._run.steps
+
+
+def _scoring_batch(batch: PackedConversations) -> ScoringBatch:
+    return ScoringBatch(
+        token_ids_T=torch.tensor(batch.token_ids_T, dtype=torch.int64),
+        sequence_lengths=tuple(batch.sequence_lengths_B.tolist()),
+        target_ids_T=torch.tensor(batch.target_ids_T, dtype=torch.int64),
+        scored_mask_T=torch.tensor(batch.trained_mask_T),
+    )
+
+
+def _fresh_model(start: FreshModel, run: SFTRun, run_dir: Path) -> Path:
+    """Write an untrained model with a tokenizer of its own into ``run_dir/init`` and return that directory."""
+    directory = run_dir / "init"
+    if not directory.exists():
+        tasks = build_tasks(run.tasks)
+        tokenizer = train_tokenizer(tokenizer_texts(tasks, start.tokenizer.num_conversations), start.tokenizer)
+        config: ModelConfig = msgspec.structs.replace(
+            preset(start.preset),
+            vocab_size=tokenizer.vocab_size,
+            bos_token_id=tokenizer.bos_id,
+            eos_token_id=tokenizer.eos_id,
+        )
+        named = fresh_params(config, seed=start.seed)
+        files = {TOKENIZER_NAME: tokenizer.serialized.encode()}
+        write_checkpoint(directory, config, named, precision="fp32", extra_files=files)
+    return directory

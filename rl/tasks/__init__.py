@@ -1,0 +1,1 @@
+"""Questions with verifiers: records, configuration, and one file for each kind of task."""

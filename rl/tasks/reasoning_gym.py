@@ -1,0 +1,206 @@
+"""Questions and verifiers of the reasoning-gym library as a task.
+
+The library makes item i of a dataset from Random(seed + i). Held-out questions are the first distinct texts of one
+range of seeds, the questions to train on come from another range, and any whose text is held out is replaced by the
+next candidate: no text is in both.
+
+Importing the library takes some seconds, so it happens when the first task is built and in no other place.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from rollforward.model.messages import Message
+from rollforward.rl.errors import TaskError
+from rollforward.rl.shuffle import derive_key
+from rollforward.rl.tasks.answers import read_answer, tag_answer
+from rollforward.rl.tasks.config import ReasoningGymConfig
+from rollforward.rl.tasks.demonstrations import STEPS
+from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+
+_CANDIDATES_PER_EXAMPLE: Final = 32
+_RESERVED_PARAMS: Final = {"seed": "seed", "size": "train_size"}
+_VERIFIER_ERRORS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What the library's verifiers raise on text that they did not foresee."""
+
+
+class ReasoningGymTask:
+    """One dataset of reasoning-gym, split into questions to train on and held-out ones. Immutable after it is built.
+
+    Args:
+        config: which dataset and how much of it.
+
+    Raises:
+        TaskError: no such dataset or parameter (the message has the nearest), a value that the library refuses, or too
+            few distinct questions.
+    """
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        """Import the library, make the two datasets and choose the held-out questions."""
+        if config.worked_share and config.dataset not in STEPS:
+            raise TaskError(
+                f"task {config.name}: worked_share is {config.worked_share}, but the steps of {config.dataset} are not "
+                f"known; they are for {', '.join(STEPS)}. Set worked_share to 0, or add the steps to "
+                "rl/tasks/demonstrations.py."
+            )
+        self._config = config
+        num_train_items = config.train_size * _CANDIDATES_PER_EXAMPLE
+        num_heldout_items = config.heldout_size * _CANDIDATES_PER_EXAMPLE
+        first_seed = derive_key("reasoning_gym", config.dataset, config.seed) >> 16
+        self._train_items: Any = _create_dataset(config, seed=first_seed + num_heldout_items, size=num_train_items)
+        self._heldout_items: Any = _create_dataset(config, seed=first_seed, size=num_heldout_items)
+        self._heldout_indices, self._heldout_questions = self._choose_heldout(num_heldout_items)
+        digest = hashlib.blake2b(msgspec.json.encode(config, order="deterministic"), digest_size=16)
+        for question in sorted(self._heldout_questions):
+            digest.update(question.encode("utf-8") + b"\0")
+        self._fingerprint = digest.hexdigest()
+
+    @property
+    def name(self) -> str:
+        """The task's name in the run."""
+        return self._config.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the configuration and of the held-out questions."""
+        return self._fingerprint
+
+    def size(self, split: Split) -> int:
+        """Number of examples of a split."""
+        return self._config.train_size if split == "train" else self._config.heldout_size
+
+    def example(self, index: int, split: Split = "train") -> Example:
+        """The example at `index` of a split.
+
+        Raises:
+            IndexError: `index` is outside the split.
+            TaskError: all candidates for this training example are held out: the dataset has too few distinct
+                questions.
+        """
+        item = self._item(index, split)
+        answer = item["answer"]
+        return Example(
+            task=self.name,
+            split=split,
+            index=index,
+            messages=(Message(role="user", content=item["question"]),),
+            answer=None if answer is None else str(answer),
+            demonstration=None if answer is None else self._demonstration(item, str(answer), f"{split} {index}"),
+        )
+
+    def score(self, example: Example, text: str) -> Score:
+        """Judge an answer by the library's verifier; see `Task.score`."""
+        answer, failure = read_answer(text, self._config.max_answer_chars)
+        if failure is not None:
+            return Score(value=0.0, reason=failure)
+        try:
+            value = float(self._train_items.score_answer(answer, self._item(example.index, example.split)))
+        except _VERIFIER_ERRORS:
+            return Score(value=0.0, reason=ScoreReason.UNREADABLE)
+        if not math.isfinite(value):
+            return Score(value=0.0, reason=ScoreReason.UNREADABLE)
+        if value >= 1.0:
+            return Score(value=1.0, reason=ScoreReason.CORRECT)
+        if value <= 0.0:
+            return Score(value=0.0, reason=ScoreReason.WRONG)
+        return Score(value=value if self._config.partial_credit else 0.0, reason=ScoreReason.PARTIAL)
+
+    def _item(self, index: int, split: Split) -> dict[str, Any]:
+        """The library's item behind an example."""
+        if not 0 <= index < self.size(split):
+            raise IndexError(
+                f"task {self.name}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}"
+            )
+        if split == "heldout":
+            return self._heldout_items[self._heldout_indices[index]]
+        for candidate in range(_CANDIDATES_PER_EXAMPLE):
+            item = self._train_items[index + candidate * self._config.train_size]
+            if item["question"] not in self._heldout_questions:
+                return item
+        raise TaskError(
+            f"task {self.name}: {_CANDIDATES_PER_EXAMPLE} questions in a row are held out, so {self._config.dataset} "
+            "has hardly more distinct questions "
+            f"than heldout_size = {self._config.heldout_size}. Lower it, or widen the dataset's params."
+        )
+
+    def _demonstration(self, item: dict[str, Any], answer: str, place: str) -> str:
+        """What an assistant says to give the answer; whether it shows the steps is drawn from the example's place."""
+        if not self._config.worked_share:
+            return answer
+        draw = derive_key("worked", self._config.seed, place) / 2.0**64
+        steps = STEPS[self._config.dataset](item) if draw < self._config.worked_share else ()
+        return "".join(f"{step}, " for step in steps) + tag_answer(answer)
+
+    def _choose_heldout(self, num_items: int) -> tuple[tuple[int, ...], frozenset[str]]:
+        """The first items whose questions differ from all before them, and those questions."""
+        first_index_of: dict[str, int] = {}
+        for index in range(num_items):
+            try:
+                question = self._heldout_items[index]["question"]
+            except _VERIFIER_ERRORS as error:
+                raise TaskError(
+                    f"task {self.name}: {self._config.dataset} cannot make a question with params "
+                    f"{self._config.params} ({error!r}). Check their types and ranges."
+                ) from error
+            first_index_of.setdefault(question, index)
+            if len(first_index_of) == self._config.heldout_size:
+                return tuple(first_index_of.values()), frozenset(first_index_of)
+        raise TaskError(
+            f"task {self.name}: {num_items} draws of {self._config.dataset} gave {len(first_index_of)} distinct "
+            "questions, fewer than heldout_size = "
+            f"{self._config.heldout_size}. Lower it, or widen the dataset's params."
+        )
+
+
+def _create_dataset(config: ReasoningGymConfig, *, seed: int, size: int) -> object:
+    """Make the library's dataset, with every wrong name or value turned into a TaskError that has the way out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", SyntaxWarning
+        )  # from a dependency of the library, when its files are first compiled
+        from reasoning_gym.factory import DATASETS
+    if config.dataset not in DATASETS:
+        raise TaskError(
+            f"task {config.name}: reasoning-gym has no dataset {config.dataset!r}. {_nearest(config.dataset, DATASETS)}"
+        )
+    dataset_class, config_class = DATASETS[config.dataset]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    for param in config.params:
+        if param in _RESERVED_PARAMS:
+            raise TaskError(
+                f"task {config.name}: params.{param} is chosen by the task, for disjoint splits. Set "
+                f"{_RESERVED_PARAMS[param]} beside params."
+            )
+        if param not in known:
+            raise TaskError(
+                f"task {config.name}: {config.dataset} has no parameter {param!r}. "
+                f"{_nearest(param, known - set(_RESERVED_PARAMS))}"
+            )
+    try:
+        return dataset_class(config_class(**config.params, seed=seed, size=size))
+    except _VERIFIER_ERRORS as error:
+        raise TaskError(
+            f"task {config.name}: {config.dataset} refuses params {config.params}: {error or type(error).__name__}. "
+            "Change the value it names."
+        ) from error
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"Nearest: {', '.join(close)}." if close else f"It has: {', '.join(sorted(known))}."

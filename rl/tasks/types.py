@@ -1,0 +1,93 @@
+"""Records that every task speaks in, and the protocol that it offers to the rest of the loop.
+
+Not here: the tasks (one file each), their configuration (`config.py`), the list of them (`registry.py`).
+"""
+
+from enum import StrEnum
+from typing import Literal, Protocol
+
+import msgspec
+
+from rollforward.model.messages import Message
+
+Split = Literal["train", "heldout"]
+"""Which questions: those that are trained on, or those that are kept to measure with. No text of a question is in both.
+"""
+
+
+class ScoreReason(StrEnum):
+    """Why an answer got its score."""
+
+    CORRECT = "correct"
+    """The verifier gave full marks."""
+    PARTIAL = "partial"
+    """The verifier gave some marks; they count only where the task says so."""
+    WRONG = "wrong"
+    """The verifier read the answer and gave nothing."""
+    EMPTY = "empty"
+    """There was no text to read."""
+    TOO_LONG = "too_long"
+    """The text is longer than any answer of the task; it was not read."""
+    UNCLOSED_THINKING = "unclosed_thinking"
+    """The reasoning never ended, so that there is no answer behind it."""
+    UNREADABLE = "unreadable"
+    """The verifier could not read the answer."""
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """One question. Its name (task, split, index) is enough to make it again in any process."""
+
+    task: str
+    """Name of the task in the run."""
+    split: Split
+    """Which questions it is one of."""
+    index: int
+    """Position in the split."""
+    messages: tuple[Message, ...]
+    """What the model is asked."""
+    answer: str | None
+    """A right answer; None where the task has only a verifier."""
+    demonstration: str | None
+    """What SFT learns to say: the right answer in the task's manner; None where there is no answer."""
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verifier says about one answer."""
+
+    value: float
+    """The reward, 0 to 1. 0.0 is a score like any other."""
+    reason: ScoreReason
+    """Why."""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the answer counts as right in an evaluation."""
+        return self.reason is ScoreReason.CORRECT
+
+
+class Task(Protocol):
+    """Questions with a verifier. Implementations are deterministic: the same configuration gives the same examples in
+    every process.
+    """
+
+    @property
+    def name(self) -> str:
+        """The task's name in the run; metrics carry it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the configuration and of the held-out questions; a resumed run compares it."""
+        ...
+
+    def size(self, split: Split) -> int:
+        """Number of examples of a split, at least 1."""
+        ...
+
+    def example(self, index: int, split: Split = "train") -> Example:
+        """The example at `index`, 0 ... size(split) - 1."""
+        ...
+
+    def score(self, example: Example, text: str) -> Score:
+        """Judge what the model answered. Never raises for anything that `text` may hold; never evaluates it."""
+        ...

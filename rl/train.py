@@ -1,0 +1,92 @@
+"""Entry point of `rollforward train`: check, place actors, run the loop (controller.py), say what came of it."""
+
+import json
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+import ray
+
+from rollforward.conf import console
+from rollforward.rl.actors import LearnerActor, LearnerHandle
+from rollforward.rl.config import RLRun
+from rollforward.rl.controller import WEIGHTS_NAME, Controller, RunOutcome
+from rollforward.rl.learner import LearnerSettings
+from rollforward.rl.setup import Parts, load_parts
+from rollforward.rl.tracker import METRICS_NAME, Tracker
+from rollforward.rollout.actors import RolloutActor, RolloutPool
+from rollforward.rollout.weights import version_directory
+
+
+def main(run: RLRun) -> int:
+    """Run the loop to its end; a run directory that holds a checkpoint is continued.
+
+    Returns:
+        0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
+    """
+    start_s = time.monotonic()
+    run_dir = Path(run.run_dir).resolve()
+    parts = load_parts(Path(run.model_dir), run.tasks, max_prompt_tokens=run.max_prompt_tokens)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    tracker = Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run))
+    ray.init(num_cpus=run.cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    try:
+        rollout, learner = _place(run, parts, run_dir)
+        outcome = Controller(
+            run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
+        ).run()
+        rollout.close()
+    finally:
+        tracker.close()
+        ray.shutdown()
+    model_dir = run_dir / "model"
+    if not model_dir.exists():
+        version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(model_dir)
+    _report(run_dir, outcome, time.monotonic() - start_s)
+    return 0
+
+
+def _place(run: RLRun, parts: Parts, run_dir: Path) -> tuple[RolloutPool, LearnerHandle]:
+    """Start one actor a replica and one learner rank."""
+    environment = {"LOCAL_RANK": "0"}
+    actors = [
+        RolloutActor.options(num_cpus=0).remote(
+            f"engine-{index}", run_dir / "wal" / f"engine-{index}", parts.model_config, run.precision, run.rollout
+        )
+        for index in range(run.rollout.engines)
+    ]
+    settings = LearnerSettings(
+        model_dir=run.model_dir,
+        algorithm=run.algo,
+        optim=run.optim,
+        precision=run.precision,
+        temperature=run.sampling.temperature,
+        threads=run.cluster.learner_threads,
+    )
+    rendezvous = run_dir / f".rendezvous-{uuid.uuid4().hex}"
+    learner = LearnerActor.options(num_cpus=0, runtime_env={"env_vars": environment}).remote(settings, 0, 1, rendezvous)
+    return RolloutPool(actors), LearnerHandle(learner)
+
+
+def _report(run_dir: Path, outcome: RunOutcome, seconds: float) -> None:
+    tasks = {
+        before.task: {"eval_before": before.accuracy, "eval_after": after.accuracy}
+        for before, after in zip(outcome.before, outcome.after, strict=True)
+    }
+    rows: dict[str, object] = {
+        f"{name} accuracy": f"{values['eval_before']:.3f} -> {values['eval_after']:.3f}"
+        for name, values in tasks.items()
+    }
+    rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME, "token log": run_dir / "wal"}
+    console.summary(f"trained {outcome.steps} steps in {seconds:.0f} s", rows)
+    result = {
+        "tasks": tasks,
+        "eval_gain_min": min(values["eval_after"] - values["eval_before"] for values in tasks.values()),
+        "steps": outcome.steps,
+        "rollout_probs_diff_max": outcome.rollout_probs_diff_max,
+        "tokens": outcome.trained_tokens,
+        "seconds": round(seconds, 1),
+        "run_dir": str(run_dir),
+    }
+    console.result(json.dumps(result))

@@ -1,0 +1,1 @@
+"""Sampling: engines, their write-ahead log, and the records that training reads."""

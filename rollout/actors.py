@@ -1,0 +1,73 @@
+"""Ray wrappers of the rollout side. No logic: a method is one call.
+
+Actors are restarted by nobody and their calls are repeated by nobody (``max_task_retries=0``): a call that may have
+happened is made idempotent by the log, not by Ray.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+from rollforward.model.config import ModelConfig
+from rollforward.model.numerics import Precision
+from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.replica import Replica
+from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.weights import WeightsAck
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class RolloutActor:
+    """One replica in its own process."""
+
+    def __init__(
+        self, name: str, log_directory: Path, model_config: ModelConfig, precision: Precision, config: RolloutConfig
+    ) -> None:
+        """Open the replica; see ``Replica``."""
+        self._replica = Replica(name, log_directory, model_config, precision=precision, config=config)
+
+    def load_weights(self, directory: Path) -> WeightsAck:
+        """See ``Replica.load_weights``."""
+        return self._replica.load_weights(directory)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See ``Replica.generate``."""
+        return self._replica.generate(requests)
+
+    def log_stats(self) -> WalStats:
+        """See ``Replica.log_stats``."""
+        return self._replica.log_stats()
+
+    def close(self) -> None:
+        """See ``Replica.close``."""
+        self._replica.close()
+
+
+class RolloutPool:
+    """Handles of all replicas, as the controller sees them: plain calls that wait for their answer."""
+
+    def __init__(self, actors: Sequence["ray.actor.ActorHandle[RolloutActor]"]) -> None:
+        """Keep the handles; the order decides which replica serves which request."""
+        self._actors = list(actors)
+
+    def load_weights(self, directory: Path) -> list[WeightsAck]:
+        """Load a published version on every replica."""
+        return ray.get([actor.load_weights.remote(directory) for actor in self._actors])
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample on all replicas, request i on replica (prompt mod replicas); answers in the order of the requests."""
+        count = len(self._actors)
+        shares = [[request for request in requests if request.id.prompt % count == index] for index in range(count)]
+        answers = ray.get([actor.generate.remote(share) for actor, share in zip(self._actors, shares, strict=True)])
+        by_id = {completion.id: completion for share in answers for completion in share}
+        return [by_id[request.id] for request in requests]
+
+    def log_stats(self) -> list[WalStats]:
+        """Return every replica's log counters."""
+        return ray.get([actor.log_stats.remote() for actor in self._actors])
+
+    def close(self) -> None:
+        """Close every replica's log in order."""
+        ray.get([actor.close.remote() for actor in self._actors])

@@ -1,0 +1,47 @@
+"""The engine protocol: what a rollout replica asks of whatever samples tokens.
+
+``local.py`` is our own engine. Another one (a server at scale) implements the same protocol in a file beside it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rollforward.model.precision import PackedTensor
+from rollforward.rollout.types import Completion, Request
+
+
+class Engine(Protocol):
+    """Samples completions under one weight version at a time."""
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of the weights in use; None before the first ``load_weights``."""
+        ...
+
+    def load_weights(self, policy_version: int, tensors: Mapping[str, PackedTensor]) -> None:
+        """Take new weights; nothing may be in flight.
+
+        Args:
+            policy_version: greater than the version in use.
+            tensors: canonical names -> published bytes, all of the model.
+
+        Raises:
+            EngineError: requests are in flight or the version does not grow.
+        """
+        ...
+
+    def held_tensors(self) -> Mapping[str, PackedTensor]:
+        """Return the published bytes that the engine samples with, for hashing."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample every request to its end and return completions in the order of the requests.
+
+        A request that the log already holds is answered from it or goes on from its last durable token; every token of a
+        returned completion is durable.
+
+        Raises:
+            EngineInputError: a request that can never be served; nothing was started.
+            WalWriteError, WalFencedError: the log failed; nothing more may be published by this replica.
+        """
+        ...

@@ -1,0 +1,69 @@
+"""Drawing tokens: every draw is keyed by the request's seed and the token's position, so it can be made again anywhere.
+
+token = argmax_v (z_v / T + g_v), g_v = -log(-log(u_v)), u_v a hash of (seed, position, v): the Gumbel form of sampling
+from softmax(z / T). It needs no sum over the vocabulary, hence no order of summation. Temperature 0 takes the largest
+logit. Ties go to the smaller id.
+
+Not here: log-probs (kernels/loss/logprob.py, the function that the trainer calls too).
+"""
+
+import torch
+from torch import Tensor
+
+from rollforward.kernels.attention.index_topk_ref import stable_top
+
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 as a signed 64-bit integer
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+_UNIFORM_BITS = 23
+
+
+def signed_seed(seed: int) -> int:
+    """Return the two's-complement int64 of a 64-bit seed."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def keyed_uniform(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
+    """Return uniforms in (0, 1) for every token of the vocabulary.
+
+    Args:
+        seed_B: int64 [B], from ``signed_seed``. position_B: int64 [B], position of the token to be drawn.
+        vocab_size: V.
+
+    Returns:
+        [B, V] float32, multiples of 2^-24 strictly between 0 and 1.
+
+    Invariants: integer arithmetic (SplitMix64); the same on every machine and for every batch.
+    """
+    state_B1 = _mix(seed_B + _GOLDEN * (position_B + 1)).unsqueeze(1)
+    bits_BV = _mix(state_B1 + _GOLDEN * (torch.arange(vocab_size) + 1))
+    return (_shift_right(bits_BV, 64 - _UNIFORM_BITS).float() + 0.5) * 2.0**-_UNIFORM_BITS
+
+
+def draw_tokens(logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperature_B: Tensor) -> Tensor:
+    """Draw one token per row.
+
+    Args:
+        logits_BV: [B, V] float32; -inf excludes a token.
+        seed_B, position_B: int64 [B], the key of the draw.
+        temperature_B: [B] float32, >= 0; 0 is greedy.
+
+    Returns:
+        int64 [B].
+
+    Invariants: a row's token depends on its own logits, key and temperature alone.
+    """
+    greedy_B1 = (temperature_B == 0).unsqueeze(1)
+    scaled_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
+    gumbel_BV = -torch.log(-torch.log(keyed_uniform(seed_B, position_B, logits_BV.shape[1])))
+    return stable_top(torch.where(greedy_B1, logits_BV, scaled_BV + gumbel_BV), 1).squeeze(1)

@@ -1,0 +1,57 @@
+"""Errors of the rollout folder: one base, user mistakes as ValueError, the world's failures as RuntimeError.
+
+Every class is picklable (one message argument), because errors cross Ray. Sampling failures of single requests are no
+exceptions: they are `FailureType` values on records (rollout/types.py).
+"""
+
+
+class RolloutError(Exception):
+    """Base of every error of this folder."""
+
+
+class WalUsageError(RolloutError, ValueError):
+    """The log was asked for something that it cannot do: wrong slot, wrong lengths, another replica's directory.
+
+    Nothing was appended. The caller is wrong: fix the call or the configuration, do not retry.
+    """
+
+
+class WalLockedError(RolloutError, RuntimeError):
+    """Another live process writes this stream.
+
+    Wait for it or end it; `takeover=True` only when a coordinator has declared it dead.
+    """
+
+
+class WalWriteError(RolloutError, RuntimeError):
+    """A write or sync of the log failed; the writer is dead for good and publishes nothing more.
+
+    The failed call is never repeated on its descriptor (after a failed sync the kernel may report success for pages
+    that never reached the disk). The caller ends the replica; its successor recovers from the directory.
+    """
+
+
+class WalFencedError(RolloutError, RuntimeError):
+    """A newer epoch owns the stream: this writer is a zombie.
+
+    The caller ends the replica at once and publishes nothing more.
+    """
+
+
+class WalStalledError(RolloutError, RuntimeError):
+    """The disk did not keep up within the configured time.
+
+    Nothing was lost or appended by the call; it may be repeated.
+    """
+
+
+class EngineError(RolloutError, RuntimeError):
+    """The engine was used in a way that its state does not allow; a bug in the caller, which stops the run."""
+
+
+class EngineInputError(RolloutError, ValueError):
+    """A request cannot be served by this engine (too long, wrong version); the caller fixes it before sending."""
+
+
+class WeightsError(RolloutError, RuntimeError):
+    """Published weights are damaged or are not what their manifest says; the engine keeps the version it had."""

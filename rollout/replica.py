@@ -1,0 +1,69 @@
+"""A rollout replica: one engine, one log, one weight version at a time.
+
+    opened (log recovered, new epoch) -> serving (weights loaded and acknowledged) -> closed
+
+Here: the machine that an actor wraps. Not here: Ray (actors.py), sampling (engine/), the log (wal.py).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rollforward.model.config import ModelConfig
+from rollforward.model.numerics import Precision
+from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.engine.local import LocalEngine
+from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal import open_log
+from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
+
+
+class Replica:
+    """Owns the log of its name in the run directory; what is durable there survives the process."""
+
+    def __init__(
+        self, name: str, log_directory: Path, model_config: ModelConfig, *, precision: Precision, config: RolloutConfig
+    ) -> None:
+        """Open the log (fencing an older process of the same name) and recover what it holds.
+
+        Args:
+            name: identity of the replica, the same over restarts.
+            log_directory: of this replica alone.
+            model_config: the model. precision: number formats.
+            config: batching, threads and durability.
+        """
+        torch.set_num_threads(config.threads)
+        self.name = name
+        self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
+        self._engine = LocalEngine(
+            model_config, precision=precision, config=config, log=self._log, recovered=recovered
+        )
+
+    def load_weights(self, directory: Path) -> WeightsAck:
+        """Take a published version and prove what is held: hashes of the engine's own bytes."""
+        manifest, _, tensors = read_published(directory)
+        self._engine.load_weights(manifest.policy_version, tensors)
+        return self.acknowledge()
+
+    def acknowledge(self) -> WeightsAck:
+        """Hash what the engine holds now."""
+        version = self._engine.policy_version
+        return WeightsAck(
+            replica=self.name,
+            policy_version=-1 if version is None else version,
+            tensors=tensor_hashes(self._engine.held_tensors()),
+        )
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample requests to their end; every token returned is durable. See ``Engine.generate``."""
+        return self._engine.generate(requests)
+
+    def log_stats(self) -> WalStats:
+        """Return the log's counters since the replica was opened."""
+        return self._log.stats()
+
+    def close(self) -> None:
+        """Make everything durable and give the log back."""
+        self._log.close()

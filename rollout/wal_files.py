@@ -1,0 +1,235 @@
+"""Files of a token log's directory: segments, the epoch file, the lock.
+
+    00000003-000002.wal   segment 2 of epoch 3 (created whole under a temporary name, then linked: never half a header)
+    EPOCH                 a segment header of kind "EPOC": stream and newest epoch; who has an older one is fenced
+    LOCK                  held with flock by the live writer
+
+Here: names, atomic creation, locking and fencing. Not here: the bytes (sandbox/codec.py), the writer thread
+(rollout/wal.py), reading (rollout/wal_scan.py).
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from rollforward.rollout.errors import WalFencedError, WalLockedError, WalUsageError
+from rollforward.sandbox.codec import SegmentHeader, encode_segment_header, parse_segment_header
+
+SEGMENT_SUFFIX = ".wal"
+"""Ending of segment files."""
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Ending of files that were being created; a repair removes them."""
+
+EPOCH_NAME = "EPOCH"
+"""Name of the epoch file."""
+
+LOCK_NAME = "LOCK"
+"""Name of the lock file."""
+
+_EPOCH_KIND = "EPOC"
+_SEGMENT_NAME = re.compile(r"(\d{8,})-(\d{6,})\.wal")
+
+
+def segment_name(epoch: int, segment: int) -> str:
+    """Returns the file name of a segment."""
+    return f"{epoch:08d}-{segment:06d}{SEGMENT_SUFFIX}"
+
+
+def parse_segment_name(name: str) -> tuple[int, int] | None:
+    """Returns (epoch, segment) of a segment's file name, or None for any other name."""
+    match = _SEGMENT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def read_epoch_file(directory: Path) -> SegmentHeader | None:
+    """Returns the content of EPOCH (stream and epoch), or None when it is absent or does not verify."""
+    try:
+        header = parse_segment_header((directory / EPOCH_NAME).read_bytes())
+    except OSError:
+        return None
+    return header if isinstance(header, SegmentHeader) and header.kind == _EPOCH_KIND else None
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable (fsync of the directory).
+
+    Raises:
+        OSError: the kernel's.
+
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class EpochClaim:
+    """Ownership of a stream's directory by one writer: the lock, and an epoch newer than any before.
+
+    States: held (from `claim`) -> released (`release`, or the process ends). A claim that another one overtook stays
+    held but `check` raises.
+    """
+
+    def __init__(self, directory: Path, epoch: int, lock: int) -> None:
+        """Use `claim`."""
+        self.directory = directory
+        self.epoch = epoch
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, directory: Path, *, stream: str, takeover: bool) -> Self:
+        """Creates the directory if need be, takes the lock and a new epoch; from then on older writers are fenced.
+
+        Args:
+            directory: of one stream; shared with nobody else.
+            stream: its identity; a directory keeps the first one it was claimed with.
+            takeover: go past a lock that is still held (a stopped or partitioned process that a coordinator gave up).
+
+        Raises:
+            WalLockedError: another live process holds the lock.
+            WalUsageError: the directory belongs to another stream.
+            OSError: the directory cannot be made or written.
+
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory / LOCK_NAME, takeover=takeover)
+        try:
+            current = read_epoch_file(directory)
+            if current is not None and current.stream != stream:
+                raise WalUsageError(
+                    f"log directory {directory} belongs to stream {current.stream!r}, not {stream!r};"
+                    " give each replica its own directory."
+                )
+            named = (parse_segment_name(path.name) for path in directory.iterdir())
+            epoch = 1 + max([current.epoch if current else 0, *(name[0] for name in named if name)])
+            content = SegmentHeader(kind=_EPOCH_KIND, stream=stream, epoch=epoch, segment=0, first_seq=0, tail_crc=0)
+            _replace(directory / EPOCH_NAME, encode_segment_header(content))
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(directory, epoch, lock)
+
+    def check(self) -> None:
+        """Raises WalFencedError when a newer epoch exists or the directory is gone; costs one small read."""
+        current = read_epoch_file(self.directory)
+        if current is None or current.epoch != self.epoch:
+            newest = "none" if current is None else current.epoch
+            raise WalFencedError(
+                f"log {self.directory}: this writer has epoch {self.epoch}, the directory's is {newest}."
+                " Another replica took over; end this one."
+            )
+
+    def release(self) -> None:
+        """Gives the lock back; safe to call twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class SegmentFile:
+    """One open segment: created whole, appended to, synced, closed. Not thread-safe; owned by the writer thread."""
+
+    def __init__(self, directory: Path, header: SegmentHeader, *, sync: Callable[[int], None] | None) -> None:
+        """Creates the file; when this returns its header is on disk under its final name.
+
+        Args:
+            directory: of the stream.
+            header: of the segment.
+            sync: makes a descriptor's data durable (os.fdatasync), or None for the level `process`.
+
+        Raises:
+            WalFencedError: a segment of that name exists: somebody else has this epoch.
+            OSError: the kernel's; nothing is left under the final name.
+
+        """
+        self.path = directory / segment_name(header.epoch, header.segment)
+        self._sync = sync
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+        self._descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.size_bytes = 0
+        try:
+            self.write(encode_segment_header(header))
+            self.sync()
+            os.link(temporary, self.path)
+            os.unlink(temporary)
+            if sync is not None:
+                sync_directory(directory)
+        except FileExistsError:
+            self.close()
+            raise WalFencedError(
+                f"segment {self.path} exists already: another writer has epoch {header.epoch}. End this replica."
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: bytes) -> None:
+        """Appends all of `data`; a short write is continued, an error is final.
+
+        Raises:
+            OSError: the kernel's; part of `data` may be in the file.
+
+        """
+        view = memoryview(data)
+        while view:
+            written = os.write(self._descriptor, view)
+            if written <= 0:
+                raise OSError(f"write to {self.path} accepted {written} bytes")
+            self.size_bytes += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Makes everything written durable (nothing to do at level `process`).
+
+        Raises:
+            OSError: the kernel's; the descriptor must not be used again.
+
+        """
+        if self._sync is not None:
+            self._sync(self._descriptor)
+
+    def close(self) -> None:
+        """Closes the descriptor; safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _lock(path: Path, *, takeover: bool) -> int:
+    """Returns a descriptor that holds the lock; with takeover the old holder keeps a lock on an unlinked file."""
+    for _ in range(2):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            if not takeover:
+                break
+            path.unlink(missing_ok=True)
+            continue
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+    raise WalLockedError(
+        f"log directory {path.parent} is written by another live process;"
+        " wait for its end, or pass takeover=True if it was declared dead."
+    )
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replaces a small file so that a reader or a crash sees the old or the new content, never a mixture."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
+    sync_directory(path.parent)

@@ -1,0 +1,412 @@
+"""From a directory's bytes to the frames that count, in order, and an account of everything else.
+
+    files --scan--> segments --by epoch--> frames by seq, without doubles and fenced ones --> lost ranges, torn tail
+
+What was durable is proven, not guessed: a frame's batch_seq, a segment's first_seq and the first_seq of a later epoch
+each say that everything below was on disk. A missing frame below that is *lost* (damage); anything from the first
+missing frame above it on is *torn*: nobody had been told, so it is cut.
+
+Here: reading and ordering; `cut_torn_tail` is the only function that writes. Not here: the meaning of frames
+(rollout/wal_recovery.py). Nothing here raises on bad bytes.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rollforward.rollout.types import RequestId
+from rollforward.rollout.wal_files import (
+    EPOCH_NAME,
+    LOCK_NAME,
+    TEMPORARY_SUFFIX,
+    parse_segment_name,
+    read_epoch_file,
+    sync_directory,
+)
+from rollforward.rollout.wal_records import WAL_KIND
+from rollforward.sandbox.codec import (
+    SEGMENT_HEADER_BYTES,
+    Frame,
+    FrameScan,
+    HeaderFault,
+    SegmentHeader,
+    frame_seed,
+    parse_segment_header,
+    scan_frames,
+)
+
+FIRST_SEQ = 1
+"""Sequence number of a stream's first frame."""
+
+
+class ProblemKind(StrEnum):
+    """What can be wrong with a log."""
+
+    FOREIGN_FILE = "foreign_file"
+    """A file that no writer of this log made (empty, other content); ignored."""
+    FOREIGN_STREAM = "foreign_stream"
+    """An intact segment of another stream or another kind of log; ignored."""
+    UNSUPPORTED = "unsupported"
+    """An intact segment or record of a newer format; not read. The only problem that a user can fix."""
+    UNREADABLE = "unreadable"
+    """The operating system could not read a file."""
+    DAMAGED_EPOCH_FILE = "damaged_epoch_file"
+    """EPOCH is not readable; the epochs of the segments are used."""
+    DAMAGED_HEADER = "damaged_header"
+    """A segment's header does not verify; its frames do and were used."""
+    DAMAGED_BYTES = "damaged_bytes"
+    """Bytes between good frames that are not frames."""
+    LOST_FRAMES = "lost_frames"
+    """Sequence numbers that were durable once and are gone; every request open at that point fails as infra."""
+    CONFLICT = "conflict"
+    """Two different records for one place; neither is believed and the requests concerned fail as infra."""
+    BROKEN_CHAIN = "broken_chain"
+    """A segment does not continue the frame before it (files of two histories are mixed); as bad as a lost frame."""
+    BAD_RECORD = "bad_record"
+    """A frame that verifies but whose content makes no sense where it stands."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding of a recovery."""
+
+    kind: ProblemKind
+    """Kind of the finding."""
+    where: str
+    """File name, or epoch and sequence numbers."""
+    detail: str
+    """The values, for a person."""
+    requests: tuple[RequestId, ...] = ()
+    """Requests that fail because of it."""
+
+
+class OrderedFrames(msgspec.Struct, frozen=True, kw_only=True):
+    """Frames of one epoch that count."""
+
+    epoch: int
+    """The epoch."""
+    frames: tuple[Frame, ...]
+    """In order of seq, each once."""
+    lost: tuple[tuple[int, int], ...]
+    """Ranges [first, end) of seq that were durable and are gone."""
+    broken: frozenset[int] = frozenset()
+    """Seqs of frames that do not continue the frame before them."""
+
+
+class Cut(NamedTuple):
+    """A file that a repair truncates."""
+
+    path: Path
+    """The file."""
+    size_bytes: int
+    """Its size after the repair."""
+
+
+class LogScan(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory's frames, and an account of all other bytes."""
+
+    epochs: tuple[OrderedFrames, ...]
+    """By growing epoch."""
+    problems: tuple[Problem, ...]
+    """Findings, in order of files and then of sequence numbers."""
+    cuts: tuple[Cut, ...]
+    """What `cut_torn_tail` truncates."""
+    last_segments: tuple[Path, ...]
+    """Newest segment of the last epoch (and its copies); empty for an empty log."""
+    next_seq: int
+    """Sequence number that the next writer starts with."""
+    tail_crc: int
+    """crc of frame next_seq - 1, or 0 when there is none."""
+    num_segments: int
+    """Segments read."""
+    torn_bytes: int
+    """Bytes of writes that were never acknowledged."""
+    torn_frames: int
+    """Whole frames among them."""
+    damaged_bytes: int
+    """Bytes between or after good frames that were acknowledged once, or headers that do not verify."""
+    lost_frames: int
+    """Sequence numbers that were durable once and are gone."""
+    duplicate_frames: int
+    """Frames that occurred again with equal content; ignored."""
+    fenced_frames: int
+    """Frames that a writer appended after a newer epoch had begun; ignored."""
+
+
+class _Segment(msgspec.Struct, kw_only=True):
+    """One segment file, scanned."""
+
+    path: Path
+    epoch: int
+    number: int
+    header: SegmentHeader | None
+    """None when it does not verify; epoch and number then come from the name."""
+    scan: FrameScan
+    size_bytes: int
+
+    @property
+    def sort_key(self) -> tuple[int, int, bool, str]:
+        """By epoch and number; of several copies the one under its proper name first."""
+        proper = parse_segment_name(self.path.name) == (self.epoch, self.number)
+        return self.epoch, self.number, not proper, self.path.name
+
+
+class _Account:
+    """Counters and findings that the passes fill in."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.cuts: list[Cut] = []
+        self.torn_bytes = self.torn_frames = self.damaged_bytes = 0
+        self.lost_frames = self.duplicate_frames = self.fenced_frames = 0
+
+    def add(self, kind: ProblemKind, where: str, detail: str) -> None:
+        self.problems.append(Problem(kind=kind, where=where, detail=detail))
+
+
+def scan_log(directory: Path, *, stream: str | None = None) -> LogScan:
+    """Returns the frames of a log directory in order, with everything that is wrong with it counted and named.
+
+    Args:
+        directory: of one stream; absent or empty is an empty log.
+        stream: whose segments count; None takes what EPOCH says, or without it the stream of most segments.
+
+    Invariants: reads only; deterministic; never raises on the content of files.
+
+    """
+    account = _Account()
+    segments = _read_segments(directory, stream, account)
+    by_epoch: dict[int, list[_Segment]] = {}
+    for segment in segments:
+        by_epoch.setdefault(segment.epoch, []).append(segment)
+    epochs: list[OrderedFrames] = []
+    last_crcs: dict[int, int] = {}
+    cutoffs: dict[int, int] = {}
+    start = FIRST_SEQ
+    for epoch, members in by_epoch.items():
+        later = [_first_seq(segment) for segment in segments if segment.epoch > epoch]
+        cutoff = min((seq for seq in later if seq is not None), default=None)
+        if cutoff is not None:
+            cutoffs[epoch] = cutoff
+        ordered, start = _order_epoch(epoch, members, start, cutoff, account)
+        for frame in ordered.frames:
+            last_crcs[frame.seq] = frame.crc
+        epochs.append(ordered)
+    broken: set[int] = set()
+    for segment in segments:
+        header = segment.header
+        if header is None or header.first_seq > cutoffs.get(segment.epoch, header.first_seq):
+            continue
+        if last_crcs.get(header.first_seq - 1, header.tail_crc) != header.tail_crc:
+            broken.add(header.first_seq)
+    newest = max(((segment.epoch, segment.number) for segment in segments), default=None)
+    return LogScan(
+        epochs=tuple(msgspec.structs.replace(ordered, broken=frozenset(broken)) for ordered in epochs),
+        problems=tuple(account.problems),
+        cuts=tuple(account.cuts),
+        last_segments=tuple(segment.path for segment in segments if (segment.epoch, segment.number) == newest),
+        next_seq=start,
+        tail_crc=last_crcs.get(start - 1, 0),
+        num_segments=len(segments),
+        torn_bytes=account.torn_bytes,
+        torn_frames=account.torn_frames,
+        damaged_bytes=account.damaged_bytes,
+        lost_frames=account.lost_frames,
+        duplicate_frames=account.duplicate_frames,
+        fenced_frames=account.fenced_frames,
+    )
+
+
+def cut_torn_tail(directory: Path, scan: LogScan) -> None:
+    """Truncates what `scan` found torn, removes leftovers of unfinished creations, and makes the rest durable.
+
+    A frame that a killed process wrote but never synced counts as logged from here on, so it must be on disk first.
+
+    Raises:
+        OSError: the directory cannot be written; nothing was published yet, so it is safe to run again.
+
+    """
+    sizes = dict(scan.cuts)
+    for path in scan.last_segments:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if path in sizes:
+                os.ftruncate(descriptor, sizes[path])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
+        path.unlink(missing_ok=True)
+    if directory.is_dir():
+        sync_directory(directory)
+
+
+def _read_segments(directory: Path, stream: str | None, account: _Account) -> list[_Segment]:
+    """Returns every usable segment, sorted."""
+    if not directory.is_dir():
+        return []
+    own = read_epoch_file(directory)
+    if own is None and (directory / EPOCH_NAME).exists():
+        account.add(ProblemKind.DAMAGED_EPOCH_FILE, EPOCH_NAME, "not readable; epochs are taken from the segments")
+    loaded: list[tuple[Path, bytes, SegmentHeader | HeaderFault]] = []
+    for path in sorted(directory.iterdir()):
+        if path.name in (EPOCH_NAME, LOCK_NAME) or path.name.endswith(TEMPORARY_SUFFIX):
+            continue
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            account.add(ProblemKind.UNREADABLE, path.name, str(error))
+            continue
+        loaded.append((path, data, parse_segment_header(data)))
+    if stream is None and own is not None:
+        stream = own.stream
+    if stream is None:
+        found = Counter(
+            header.stream for _, _, header in loaded if isinstance(header, SegmentHeader) and header.kind == WAL_KIND
+        )
+        stream = found.most_common(1)[0][0] if found else ""
+    segments = [_read_segment(path, data, header, stream, account) for path, data, header in loaded]
+    return sorted((segment for segment in segments if segment is not None), key=lambda segment: segment.sort_key)
+
+
+def _read_segment(
+    path: Path, data: bytes, header: SegmentHeader | HeaderFault, stream: str, account: _Account
+) -> _Segment | None:
+    """Returns the scanned segment, or None (with a finding) when the file is not one of this log."""
+    if isinstance(header, SegmentHeader):
+        if header.kind != WAL_KIND or header.stream != stream:
+            account.add(
+                ProblemKind.FOREIGN_STREAM,
+                path.name,
+                f"kind {header.kind!r} of {header.stream!r}, not {WAL_KIND!r} of {stream!r}",
+            )
+            return None
+        scan = scan_frames(data, offset=SEGMENT_HEADER_BYTES, seed=frame_seed(header.stream, header.epoch))
+        return _Segment(
+            path=path, epoch=header.epoch, number=header.segment, header=header, scan=scan, size_bytes=len(data)
+        )
+    if header is HeaderFault.UNSUPPORTED:
+        account.add(ProblemKind.UNSUPPORTED, path.name, "written by a newer version")
+        return None
+    named = parse_segment_name(path.name)
+    if named is not None and len(data) > SEGMENT_HEADER_BYTES:
+        scan = scan_frames(data, offset=SEGMENT_HEADER_BYTES, seed=frame_seed(stream, named[0]))
+        if scan.frames:
+            account.add(
+                ProblemKind.DAMAGED_HEADER, path.name, f"header is {header.value}; frames of epoch {named[0]} verify"
+            )
+            account.damaged_bytes += SEGMENT_HEADER_BYTES
+            return _Segment(path=path, epoch=named[0], number=named[1], header=None, scan=scan, size_bytes=len(data))
+    account.add(ProblemKind.FOREIGN_FILE, path.name, f"{header.value}, {len(data)} bytes, no frame of this log")
+    return None
+
+
+def _first_seq(segment: _Segment) -> int | None:
+    if segment.header is not None:
+        return segment.header.first_seq
+    return segment.scan.frames[0].seq if segment.scan.frames else None
+
+
+def _order_epoch(
+    epoch: int, members: list[_Segment], start: int, cutoff: int | None, account: _Account
+) -> tuple[OrderedFrames, int]:
+    """Returns the frames of one epoch that count, and the seq after its end."""
+    merged, conflicts = _merge(members, account)
+    fenced = [seq for seq in merged if cutoff is not None and seq >= cutoff]
+    account.fenced_frames += len(fenced)
+    misplaced = [seq for seq in merged if seq < start]
+    if misplaced:
+        account.add(
+            ProblemKind.BAD_RECORD,
+            f"epoch {epoch}",
+            f"{len(misplaced)} frames below the epoch's start {start}; ignored",
+        )
+    for seq in (*fenced, *misplaced):
+        merged.pop(seq, None)
+    frames = [merged[seq] for seq in sorted(merged)]
+    proven = cutoff
+    if proven is None:
+        headers = (segment.header.first_seq for segment in members if segment.header is not None)
+        proven = max((start, *headers, *(frame.batch_seq for frame in frames)))
+    kept, lost, expected = _split(frames, start, proven)
+    account.torn_frames += len(frames) - len(kept)
+    for first, end in lost:
+        account.lost_frames += end - first
+    for seq in sorted(conflicts):
+        account.add(
+            ProblemKind.CONFLICT,
+            f"epoch {epoch} seq {seq}",
+            "two intact frames with different content; neither is used",
+        )
+    _count_bytes(
+        members,
+        kept,
+        is_last_epoch=cutoff is None,
+        tail_is_lost=bool(lost) and lost[-1][1] == expected,
+        account=account,
+    )
+    return OrderedFrames(epoch=epoch, frames=tuple(kept), lost=tuple(lost)), expected
+
+
+def _merge(members: Iterable[_Segment], account: _Account) -> tuple[dict[int, Frame], set[int]]:
+    """Returns frames by seq over all copies of all segments, and the seqs whose copies differ (left out)."""
+    merged: dict[int, Frame] = {}
+    conflicts: set[int] = set()
+    for segment in members:
+        for frame in segment.scan.frames:
+            known = merged.setdefault(frame.seq, frame)
+            if known is frame:
+                continue
+            if known.crc == frame.crc and known.payload == frame.payload:
+                account.duplicate_frames += 1
+            else:
+                conflicts.add(frame.seq)
+    for seq in conflicts:
+        del merged[seq]
+    return merged, conflicts
+
+
+def _split(frames: list[Frame], start: int, proven: int) -> tuple[list[Frame], list[tuple[int, int]], int]:
+    """Returns (frames that count, lost ranges, seq after the last of both)."""
+    lost: list[tuple[int, int]] = []
+    expected = start
+    for index, frame in enumerate(frames):
+        if frame.seq > expected:
+            if expected >= proven:
+                return frames[:index], lost, expected
+            lost.append((expected, frame.seq))
+        expected = frame.seq + 1
+    if expected < proven:
+        lost.append((expected, proven))
+        expected = proven
+    return frames, lost, expected
+
+
+def _count_bytes(
+    members: list[_Segment], kept: list[Frame], *, is_last_epoch: bool, tail_is_lost: bool, account: _Account
+) -> None:
+    """Sorts the bytes of an epoch that are no frames into torn and damaged, and notes what a repair cuts."""
+    newest = max(segment.number for segment in members)
+    end_seq = kept[-1].seq if kept else -1
+    for segment in members:
+        frames = [frame for frame in segment.scan.frames if frame.seq <= end_seq]
+        keep_end = frames[-1].end if frames else SEGMENT_HEADER_BYTES
+        can_be_torn = segment.number == newest and not tail_is_lost
+        damaged = [part for part in segment.scan.damaged if not can_be_torn or part.start < keep_end]
+        damaged_bytes = sum(part.end - part.start for part in damaged)
+        if can_be_torn:
+            # Before the last epoch, what follows keep_end may be whole frames of a fenced writer; those are counted as
+            # such.
+            account.torn_bytes += segment.size_bytes - keep_end if is_last_epoch else segment.scan.torn_bytes
+            if is_last_epoch and segment.size_bytes > keep_end:
+                account.cuts.append(Cut(segment.path, keep_end))
+        else:
+            damaged_bytes += segment.scan.torn_bytes
+        if damaged_bytes:
+            account.damaged_bytes += damaged_bytes
+            places = ", ".join(f"{part.start}..{part.end}" for part in damaged) or "tail"
+            account.add(ProblemKind.DAMAGED_BYTES, segment.path.name, f"{damaged_bytes} bytes are no frames ({places})")

@@ -1,0 +1,134 @@
+"""Publishing weights: what the learner writes, what an engine must prove before it gets a request (promise P4).
+
+    weights/v000003/   config.json + *.safetensors in the official layout, and manifest.json: version and one hash a tensor
+
+A directory appears under its name only when it is whole (written beside it, synced, renamed). A replica reads it, hashes
+what it will sample with, and answers with those hashes; the gate opens only where every hash equals the manifest's.
+
+Here: hashes, the manifest, writing and reading. Not here: the layout (model/checkpoint.py), when to publish (rl/).
+"""
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from rollforward.model.checkpoint import read_packed, write_checkpoint
+from rollforward.model.config import ModelConfig, load_model_config
+from rollforward.model.precision import PackedTensor
+from rollforward.rollout.errors import WeightsError
+
+MANIFEST_NAME = "manifest.json"
+"""Name of the manifest inside a published directory."""
+
+_HASH_BYTES = 16
+
+
+class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a published directory holds."""
+
+    policy_version: int
+    """Weight version, from 0; grows by one a publish."""
+    tensors: dict[str, str]
+    """Canonical name -> ``tensor_hash`` of the published bytes."""
+
+
+class WeightsAck(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica says it samples with."""
+
+    replica: str
+    """Name of the replica."""
+    policy_version: int
+    """Version that it took."""
+    tensors: dict[str, str]
+    """Canonical name -> ``tensor_hash`` of the bytes that it holds, computed from memory after loading."""
+
+
+def tensor_hash(packed: PackedTensor) -> str:
+    """Return a 128-bit BLAKE2b hex digest over format, shapes and bytes of payload and scale."""
+    digest = hashlib.blake2b(packed.format.encode(), digest_size=_HASH_BYTES)
+    for part in (packed.data, packed.scale):
+        if part is not None:
+            digest.update(repr(tuple(part.shape)).encode())
+            digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tensor_hashes(tensors: Mapping[str, PackedTensor]) -> dict[str, str]:
+    """Return the hash of every tensor, by canonical name."""
+    return {name: tensor_hash(packed) for name, packed in tensors.items()}
+
+
+def version_directory(root: Path, policy_version: int) -> Path:
+    """Return where a version is published: ``root/v000003``."""
+    return root / f"v{policy_version:06d}"
+
+
+def publish_weights(
+    root: Path,
+    policy_version: int,
+    config: ModelConfig,
+    tensors: Mapping[str, PackedTensor],
+    *,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> WeightsManifest:
+    """Write a version, whole or not at all, and remove those before it.
+
+    Args:
+        root: directory of all versions; made if absent.
+        policy_version: new version. A directory of that version is replaced: it is what an interrupted step left.
+        config: the model. tensors: canonical names -> published bytes.
+        extra_files: what must travel with the weights (tokenizer).
+
+    Returns:
+        The manifest, which is also in the directory.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    manifest = WeightsManifest(policy_version=policy_version, tensors=tensor_hashes(tensors))
+    target = version_directory(root, policy_version)
+    if target.exists():
+        shutil.rmtree(target)
+    files = {**(extra_files or {}), MANIFEST_NAME: msgspec.json.encode(manifest)}
+    write_checkpoint(target, config, tensors, extra_files=files)
+    for other in root.glob("v*"):
+        if other != target and other.name < target.name:
+            shutil.rmtree(other)
+    return manifest
+
+
+def read_published(directory: Path) -> tuple[WeightsManifest, ModelConfig, dict[str, PackedTensor]]:
+    """Read a published version.
+
+    Raises:
+        WeightsError: the directory or its manifest is absent or unreadable.
+        CheckpointError: a tensor file is damaged.
+    """
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=WeightsManifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise WeightsError(f"{directory} holds no readable {MANIFEST_NAME}: {error}. Publish the version again") from error
+    config = load_model_config(directory / "config.json")
+    return manifest, config, read_packed(directory, config)
+
+
+def check_acknowledgement(manifest: WeightsManifest, ack: WeightsAck) -> None:
+    """Refuse a replica that does not hold exactly the published bytes.
+
+    Raises:
+        WeightsError: naming replica and tensors; the replica must get no request.
+    """
+    if ack.policy_version != manifest.policy_version:
+        raise WeightsError(
+            f"replica {ack.replica} holds version {ack.policy_version}, published is {manifest.policy_version}; it gets no request"
+        )
+    names = sorted(manifest.tensors.keys() | ack.tensors.keys())
+    wrong = [name for name in names if manifest.tensors.get(name) != ack.tensors.get(name)]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise WeightsError(
+            f"replica {ack.replica} does not hold the published bytes of {shown} (version {ack.policy_version}); it gets no request."
+            " Restart the replica; if it happens again, check the machine's memory and disk"
+        )

@@ -1,0 +1,1 @@
+"""Executing what a model asks for, and the codec of both logs."""

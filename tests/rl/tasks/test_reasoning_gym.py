@@ -1,0 +1,218 @@
+"""Proves that tasks of reasoning-gym have disjoint splits, repeat in every process, judge tolerantly, refuse helpfully.
+
+Does not prove that the library's verifiers are right. Importing the library takes some seconds, once for the module.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollforward.rl.errors import TaskError
+from rollforward.rl.tasks.config import ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.registry import build_task, build_tasks
+from rollforward.rl.tasks.types import ScoreReason, Task
+
+SUMS: dict[str, Any] = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+
+
+def config(**changes: Any) -> ReasoningGymConfig:
+    fields: dict[str, Any] = {"name": "sums", "dataset": "chain_sum", "params": SUMS, "train_size": 2000}
+    return ReasoningGymConfig(**(fields | changes))
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return build_task(config())
+
+
+def questions(task: Task, split: Any) -> list[str]:
+    return [task.example(index, split).messages[-1].content for index in range(task.size(split))]
+
+
+def test_no_question_is_in_both_splits(task: Task) -> None:
+    heldout = questions(task, "heldout")
+    assert len(set(heldout)) == len(heldout) == 200
+    assert not set(heldout) & set(questions(task, "train"))
+
+
+def test_the_splits_stay_disjoint_where_questions_are_scarce() -> None:
+    """220 different questions, 120 of them held out: without replacement about half of the draws would collide."""
+    scarce = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = build_task(config(params=scarce, heldout_size=120))
+    train, heldout = set(questions(task, "train")), set(questions(task, "heldout"))
+    assert len(heldout) == 120
+    assert not heldout & train
+    assert len(train) == 200 - 120
+
+
+def test_more_heldout_questions_than_there_are_is_an_error() -> None:
+    with pytest.raises(TaskError, match=r"gave 200 distinct questions, fewer than heldout_size = 201\. Lower it"):
+        build_task(config(params=SUMS | {"min_terms": 2, "max_terms": 2}, heldout_size=201))
+
+
+def test_all_questions_held_out_is_an_error() -> None:
+    task = build_task(config(params=SUMS | {"min_terms": 2, "max_terms": 2}, heldout_size=200))
+    with pytest.raises(TaskError, match="hardly more distinct questions than heldout_size = 200"):
+        task.example(0)
+
+
+def test_another_seed_gives_other_questions(task: Task) -> None:
+    other = build_task(config(seed=1))
+    assert questions(other, "heldout") != questions(task, "heldout")
+    assert other.fingerprint != task.fingerprint
+    assert build_task(config()).fingerprint == task.fingerprint
+
+
+ASK_IN_A_NEW_PROCESS = """
+from rollforward.rl.tasks.config import ReasoningGymConfig
+from rollforward.rl.tasks.registry import build_task
+task = build_task(ReasoningGymConfig(name="sums", dataset="chain_sum", params=%r, train_size=2000))
+print(task.fingerprint, [task.example(i, s).messages[0].content for s in ("train", "heldout") for i in range(20)])
+"""
+
+
+def test_a_new_process_asks_the_same_questions(task: Task) -> None:
+    output = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ASK_IN_A_NEW_PROCESS % SUMS],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+    ).stdout
+    asked = [questions(task, split)[index] for split in ("train", "heldout") for index in range(20)]
+    assert output.strip() == f"{task.fingerprint} {asked}"
+
+
+def test_an_index_outside_the_split_is_an_error(task: Task) -> None:
+    for index, split in ((2000, "train"), (200, "heldout"), (-1, "heldout")):
+        with pytest.raises(IndexError, match="outside the"):
+            task.example(index, split)  # type: ignore[arg-type]
+
+
+def test_the_right_answer_scores_one(task: Task) -> None:
+    for split in ("train", "heldout"):
+        for index in range(50):
+            example = task.example(index, split)
+            assert example.answer is not None
+            for text in (example.answer, f" {example.answer}\n", f"<answer>{example.answer}.0</answer>"):
+                score = task.score(example, text)
+                assert (score.value, score.reason, score.is_correct) == (1.0, ScoreReason.CORRECT, True)
+
+
+def example_with_answer(task: Task, answer: str) -> Any:
+    return next(task.example(i) for i in range(task.size("train")) if task.example(i).answer == answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "reason"),
+    [
+        ("8", 0.0, ScoreReason.WRONG),
+        ("-7", 0.5, ScoreReason.PARTIAL),
+        ("", 0.0, ScoreReason.EMPTY),
+        ("<think>7", 0.0, ScoreReason.UNCLOSED_THINKING),
+        ("6" * 5000, 0.0, ScoreReason.TOO_LONG),
+        ("<｜User｜>\0\ufffd", 0.0, ScoreReason.WRONG),
+    ],
+)
+def test_other_answers_score_less_and_say_why(task: Task, text: str, value: float, reason: ScoreReason) -> None:
+    score = task.score(example_with_answer(task, "7"), text)
+    assert (score.value, score.reason, score.is_correct) == (value, reason, False)
+
+
+def test_without_partial_credit_only_full_marks_count() -> None:
+    task = build_task(config(partial_credit=False))
+    example = example_with_answer(task, "7")
+    assert task.score(example, "-7") == msgspec.structs.replace(task.score(example, "8"), reason=ScoreReason.PARTIAL)
+    assert task.score(example, "7").value == 1.0
+
+
+class Raises:
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def score_answer(self, answer: str, entry: Any) -> float:
+        return {"nan": float("nan")}[answer]
+
+
+def test_a_verifier_that_cannot_read_the_answer_makes_no_exception() -> None:
+    task: Any = build_task(config())
+    task._train_items = Raises(task._train_items)
+    for text in ("nan", "anything else"):
+        assert task.score(task.example(0), text).reason is ScoreReason.UNREADABLE
+
+
+def test_worked_answers_show_the_running_totals_in_their_share() -> None:
+    task = build_task(config(worked_share=0.3, params=SUMS | {"min_terms": 4, "max_terms": 4}))
+    num_worked = 0
+    for index in range(task.size("train")):
+        example = task.example(index)
+        *steps, answer = str(example.demonstration).split(", ")
+        assert answer == f"<answer>{example.answer}</answer>"
+        assert task.score(example, str(example.demonstration)).is_correct
+        first, *rest = example.messages[0].content.removesuffix(" =").split(": ")[1].split()
+        totals = [int(first)]
+        for operator, term in zip(rest[::2], rest[1::2], strict=True):
+            totals.append(totals[-1] + int(operator + term))
+        assert steps in ([], [str(total) for total in totals[1:-1]])
+        num_worked += bool(steps)
+    assert num_worked == pytest.approx(600, abs=70)  # 3 standard deviations
+
+
+def test_without_worked_answers_a_demonstration_is_the_answer(task: Task) -> None:
+    example = task.example(3)
+    assert example.demonstration == example.answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "chain_sums"}, "no dataset 'chain_sums'. Nearest: chain_sum"),
+        ({"params": {"min_term": 2}}, "chain_sum has no parameter 'min_term'. Nearest: min_terms"),
+        ({"params": {"seed": 2}}, "params.seed is chosen by the task, for disjoint splits. Set seed beside params"),
+        ({"params": {"size": 2}}, "Set train_size beside params"),
+        ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+        ({"params": {"min_terms": "two"}}, "refuses params {'min_terms': 'two'}"),
+        ({"params": {"min_terms": 2.5}}, "Check their types and ranges"),
+        (
+            {"dataset": "gcd", "params": {}, "worked_share": 0.5},
+            "the steps of gcd are not known; they are for chain_sum",
+        ),
+    ],
+)
+def test_wrong_names_and_values_are_errors_with_the_way_out(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        build_task(config(**changes))
+    assert message in str(caught.value)
+    assert "task sums: " in str(caught.value)
+
+
+def test_tasks_have_different_names_and_there_is_one() -> None:
+    with pytest.raises(TaskError, match="tasks is empty"):
+        build_tasks([])
+    with pytest.raises(TaskError, match="2 tasks are named 'sums'"):
+        build_tasks([config(), config(seed=1)])
+
+
+def test_a_configuration_is_told_apart_by_its_type() -> None:
+    document: dict[str, Any] = {"type": "reasoning_gym", "name": "sums", "dataset": "gcd"}
+    assert msgspec.convert(document, TaskConfig) == ReasoningGymConfig(name="sums", dataset="gcd")
+    for change in ({"type": "gym"}, {"datasets": "gcd"}, {"heldout_size": 0}, {"worked_share": 1.5}, {"name": "A b"}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(document | change, TaskConfig)
+
+
+@pytest.mark.parametrize("dataset", ["spell_backward", "gcd", "basic_arithmetic", "number_sorting", "letter_counting"])
+def test_other_datasets_work_by_name(dataset: str) -> None:
+    task = build_task(ReasoningGymConfig(name=dataset, dataset=dataset, train_size=100, heldout_size=20))
+    assert not set(questions(task, "heldout")) & set(questions(task, "train"))
+    for index in range(20):
+        example = task.example(index, "heldout")
+        assert task.score(example, str(example.answer)).is_correct
+        assert not task.score(example, "no idea").is_correct

@@ -1,0 +1,153 @@
+"""The schema: what is refused, with which way out, and that reading it costs neither torch nor ray."""
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollforward.rl.config import GRPO, Algorithm, EvalRun, RLRun, SFTRun
+
+TASK = {"type": "reasoning_gym", "name": "sum", "dataset": "chain_sum"}
+OPTIM = {"lr": 1e-5}
+RL = {
+    "run_dir": "runs/a",
+    "model_dir": "models/sft",
+    "tasks": [TASK],
+    "algo": {"type": "grpo"},
+    "optim": OPTIM,
+    "sampling": {"max_new_tokens": 64},
+    "steps": 10,
+    "prompts_per_step": 8,
+    "micro_batch_tokens": 1024,
+}
+SFT = {
+    "run_dir": "runs/a",
+    "model_dir": "models/init",
+    "tasks": [TASK],
+    "optim": OPTIM,
+    "steps": 10,
+    "sequences_per_step": 8,
+    "micro_batch_tokens": 1024,
+}
+EVAL = {
+    "run_dir": "runs/a",
+    "model_dir": "models/sft",
+    "tasks": [TASK],
+    "sampling": {"max_new_tokens": 64, "temperature": 0},
+}
+ROOTS = {RLRun: RL, SFTRun: SFT, EvalRun: EVAL}
+
+
+def _merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """`base` with one dotted override, as the command line would make it."""
+    head, _, rest = path.partition(".")
+    return {**base, head: _merged(base.get(head, {}), rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_roots_decode_with_defaults_and_come_back_from_json(root: type) -> None:
+    run = msgspec.convert(ROOTS[root], root)
+    assert msgspec.json.decode(msgspec.json.encode(run), type=root) == run
+
+
+def test_defaults_of_the_algorithm_are_deepseeks() -> None:
+    assert msgspec.convert(RL, RLRun).algo == GRPO(
+        group_size=8,
+        clip_eps_low=0.2,
+        clip_eps_high=0.2,
+        kl_beta=0.001,
+        advantage_std=False,
+        normalisation="trajectory_mean",
+    )
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("path", ["stepz", "tracker_", "rollout.engine"])
+def test_an_unknown_key_is_refused_by_name(root: type, path: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=f"unknown field `{path.rpartition('.')[2]}`"):
+        msgspec.convert(_merged(ROOTS[root], path, 1), root)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("algo.type", "ppo", r"Invalid value 'ppo'.*\$\.algo\.type"),
+        ("algo.group_size", 1, r"group_size is 1; .* at least 2 members\. Set algo\.group_size=2.*\$\.algo"),
+        ("algo.group_size", 2.5, r"Expected `int`.*\$\.algo\.group_size"),
+        ("algo.clip_eps_low", 1.0, r"\$\.algo\.clip_eps_low"),
+        ("algo.clip_eps_high", 0.0, r"\$\.algo\.clip_eps_high"),
+        ("algo.kl_beta", -0.1, r"\$\.algo\.kl_beta"),
+        ("algo.opsm_delta", 0.0, r"\$\.algo\.opsm_delta"),
+        ("algo.normalisation", "mean", r"\$\.algo\.normalisation"),
+        ("algo.truncation", "drop", r"\$\.algo\.truncation"),
+        ("optim.lr", 0, r"\$\.optim\.lr"),
+        ("optim.betas", [0.9, 1.0], r"\$\.optim\.betas"),
+        ("optim.warmup_steps", 11, r"optim\.warmup_steps is 11, but the run has 10 steps.*Set optim\.warmup_steps=10"),
+        ("sampling.temperature", 0, r"temperature is 0; .*Set sampling\.temperature=1"),
+        ("sampling.top_p", 0.9, r"top_p=0\.9.*Set sampling\.top_p=1"),
+        ("sampling.top_k", 5, r"top_k=5.*sampling\.top_k=0"),
+        (
+            "sampling.max_new_tokens",
+            513,
+            r"micro_batch_tokens is 1024, but .* 512 \+ 513 = 1025.*Set micro_batch_tokens=1025",
+        ),
+        ("steps", True, r"\$\.steps"),
+        ("prompts_per_step", 0, r"\$\.prompts_per_step"),
+        ("rollout.engines", 0, r"\$\.rollout\.engines"),
+        ("rollout.wal_durability", "cluster", r"\$\.rollout\.wal_durability"),
+        ("precision", "bf16", r"\$\.precision"),
+        ("eval.prompts", 201, r"eval\.prompts is 201, but task sum keeps 200 held-out prompts.*Set eval\.prompts=200"),
+        ("tasks", [], r"tasks is empty"),
+        ("tracker.mode", "on", r"\$\.tracker\.mode"),
+    ],
+)
+def test_wrong_values_of_an_rl_run_are_refused_with_the_way_out(path: str, value: Any, message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(_merged(RL, path, value), RLRun)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("algo.group_size", 2),
+        ("algo.opsm_delta", None),
+        ("algo.kl_beta", 0),
+        ("sampling.max_new_tokens", 512),
+        ("optim.warmup_steps", 10),
+        ("eval.prompts", 200),
+    ],
+)
+def test_values_at_the_bounds_are_accepted(path: str, value: Any) -> None:
+    msgspec.convert(_merged(RL, path, value), RLRun)
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "value", "message"),
+    [
+        (SFTRun, "max_answer_tokens", 513, r"max_answer_tokens = 512 \+ 513"),
+        (SFTRun, "optim.warmup_steps", 11, "warmup_steps is 11"),
+        (SFTRun, "eval.prompts", 201, r"eval\.prompts is 201"),
+        (EvalRun, "prompts", 201, r"prompts is 201"),
+        (EvalRun, "tasks", [], "tasks is empty"),
+    ],
+)
+def test_wrong_values_of_other_runs_are_refused(root: type, path: str, value: Any, message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(_merged(ROOTS[root], path, value), root)
+
+
+def test_the_algorithm_is_told_apart_by_its_type() -> None:
+    assert msgspec.to_builtins(GRPO())["type"] == "grpo"
+    assert msgspec.convert({"type": "grpo", "group_size": 4}, Algorithm).group_size == 4
+
+
+def test_the_schema_imports_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys, rollforward.rl.config; "
+        "sys.exit(','.join(m for m in ('torch', 'ray', 'hydra', 'reasoning_gym', 'deepspeed') if m in sys.modules) or"
+        " 0)"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "")

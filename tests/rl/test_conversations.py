@@ -1,0 +1,121 @@
+"""Proves that SFT sees every answer once a pass in micro-batches within their budget, aligned and weighted right."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollforward.model.encoding import ChatEncoding
+from rollforward.model.messages import Message
+from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
+from rollforward.rl.conversations import ConversationSource, PackedConversations, solved_messages, tokenizer_texts
+from rollforward.rl.errors import CursorError, TaskError
+from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+
+
+class Copies:
+    """A task of questions of different lengths, each answered by itself."""
+
+    name = "copies"
+    fingerprint = "copies"
+    demonstrated = True
+
+    def size(self, split: Split) -> int:
+        return 30
+
+    def example(self, index: int, split: Split = "train") -> Example:
+        text = f"{index}" * (1 + index % 5)
+        return Example(
+            task=self.name,
+            split=split,
+            index=index,
+            messages=(Message(role="user", content=text),),
+            answer=text,
+            demonstration=text if self.demonstrated else None,
+        )
+
+    def score(self, example: Example, text: str) -> Score:
+        return Score(value=0.0, reason=ScoreReason.WRONG)
+
+
+@functools.cache
+def encoding() -> ChatEncoding:
+    return ChatEncoding(train_tokenizer(tokenizer_texts([Copies()], 30), TokenizerConfig(vocab_size=384)))
+
+
+def source(**changes: Any) -> ConversationSource:
+    return ConversationSource([Copies()], encoding(), **({"seed": 3, "max_tokens": 64} | changes))
+
+
+def sequences(batch: PackedConversations) -> list[tuple[int, ...]]:
+    ends = np.cumsum(batch.sequence_lengths_B)
+    return [tuple(part.tolist()) for part in np.split(batch.token_ids_T, ends[:-1])]
+
+
+def test_a_pass_holds_every_conversation_once_and_whole() -> None:
+    cursor = source().start()
+    seen: list[tuple[int, ...]] = []
+    while cursor.epoch == 0:
+        batches, cursor = source().draw(cursor, 1)
+        seen += sequences(batches[0])
+    expected = [
+        encoding().encode_conversation(solved_messages(Copies().example(index))).token_ids for index in range(30)
+    ]
+    assert sorted(seen[:30]) == sorted(expected)
+    assert seen[:30] != expected
+
+
+def test_budgets_are_kept_and_filled() -> None:
+    batches, _ = source().draw(source().start(), 10)
+    longest = max(len(sequence) for batch in batches for sequence in sequences(batch))
+    for batch in batches:
+        assert 64 - longest < batch.token_ids_T.size <= 64
+        assert batch.sequence_lengths_B.sum() == batch.token_ids_T.size
+        fields = (batch.token_ids_T, batch.target_ids_T, batch.trained_mask_T, batch.token_weight_T)
+        assert len({field.shape for field in fields}) == 1
+
+
+def test_targets_are_the_next_tokens_of_the_same_conversation() -> None:
+    batches, _ = source().draw(source().start(), 3)
+    num_trained = sum(int(batch.trained_mask_T.sum()) for batch in batches)
+    for batch in batches:
+        start = 0
+        for sequence in sequences(batch):
+            rows = slice(start, start + len(sequence))
+            start += len(sequence)
+            assert batch.target_ids_T[rows].tolist() == [*sequence[1:], 0]
+            answer_start = sequence.index(encoding().tokenizer.control_id("</think>"))
+            expected_mask = [answer_start <= position < len(sequence) - 1 for position in range(len(sequence))]
+            assert batch.trained_mask_T[rows].tolist() == expected_mask
+        assert set(batch.token_weight_T[batch.trained_mask_T].tolist()) == {np.float32(1 / num_trained)}
+        assert not batch.token_weight_T[~batch.trained_mask_T].any()
+
+
+def test_a_resumed_stream_gives_the_same_micro_batches() -> None:
+    whole, end = source().draw(source().start(), 12)
+    cursor = source().start()
+    resumed: list[PackedConversations] = []
+    for _ in range(12):
+        batches, cursor = source().draw(cursor, 1)
+        resumed += batches
+    assert cursor == end
+    assert [batch.token_ids_T.tolist() for batch in resumed] == [batch.token_ids_T.tolist() for batch in whole]
+
+
+def test_a_cursor_of_the_prompts_is_refused() -> None:
+    cursor = source(seed=4).start()
+    with pytest.raises(CursorError, match="belongs to the stream"):
+        source().draw(cursor, 1)
+
+
+def test_a_conversation_over_the_budget_is_an_error() -> None:
+    with pytest.raises(TaskError, match="more than the micro-batch budget of 8"):
+        source(max_tokens=8).draw(source(max_tokens=8).start(), 30)
+
+
+def test_a_question_without_an_answer_is_an_error() -> None:
+    task = Copies()
+    task.demonstrated = False
+    with pytest.raises(TaskError, match="has no written answer, only a verifier"):
+        solved_messages(task.example(1))

@@ -1,0 +1,89 @@
+"""Reward, length and failure metrics: values by hand and what each is a mean over. Merging is tested in
+model/test_metrics.py."""
+
+from typing import Any
+
+import numpy as np
+
+from rollforward.model.metrics import metric_values
+from rollforward.rl.metrics import advantage_metrics, group_metrics
+from rollforward.rollout.types import FailureType, Group, RequestId, StopReason, Trajectory
+
+
+def _trajectory(prompt: int, member: int, reward: float | None, tokens: int, **changes: Any) -> Trajectory:
+    fields = {
+        "id": RequestId(0, prompt, member),
+        "task": "sum",
+        "token_ids_T": np.zeros(tokens + 1, dtype=np.int32),
+        "trained_mask_T": np.array([False] + [True] * tokens),
+        "behavior_logprobs_T": np.zeros(tokens + 1, dtype=np.float32),
+        "policy_version": 0,
+        "reward": reward,
+        "stop_reason": StopReason.EOS,
+        **changes,
+    }
+    return Trajectory(**fields)
+
+
+def _group(prompt: int, *trajectories: Trajectory) -> Group:
+    return Group(step=0, prompt=prompt, trajectories=trajectories)
+
+
+MIXED = _group(
+    0,
+    _trajectory(0, 0, 1.0, 4),
+    _trajectory(0, 1, -0.5, 8, stop_reason=StopReason.LENGTH),
+    _trajectory(0, 2, None, 100, stop_reason=StopReason.ABORTED, failure=FailureType.INFRA),
+)
+EQUAL = _group(1, _trajectory(1, 0, 0.0, 2), _trajectory(1, 1, 0.0, 2, failure=FailureType.TIMEOUT))
+BROKEN = _group(2, _trajectory(2, 0, 1.0, 1), _trajectory(2, 1, None, 1, failure=FailureType.DATA))
+
+
+def test_values_worked_by_hand() -> None:
+    """Counting trajectories: rewards 1, -0.5, 0, 0, 1 and lengths 4, 8, 2, 2, 1; the infra and the data failure are
+    left out."""
+    assert metric_values(group_metrics([MIXED, EQUAL, BROKEN])) == {
+        "critic/rewards/mean": 1.5 / 5,
+        "critic/rewards/max": 1.0,
+        "critic/rewards/min": -0.5,
+        "response_length/mean": 17 / 5,
+        "response_length/max": 8.0,
+        "response_length/min": 1.0,
+        "response_length/clip_ratio": 1 / 5,
+        "training/groups_without_baseline": 1 / 3,
+        "training/zero_variance_groups": 1 / 2,
+        "failure/infra/rate": 1 / 7,
+        "failure/policy/rate": 0.0,
+        "failure/data/rate": 1 / 7,
+        "failure/timeout/rate": 1 / 7,
+    }
+
+
+def test_parts_merge_to_the_values_of_the_whole() -> None:
+    whole = metric_values(group_metrics([MIXED, EQUAL, BROKEN]))
+    assert metric_values([*group_metrics([MIXED]), *group_metrics([EQUAL]), *group_metrics([BROKEN])]) == whole
+
+
+def test_advantages() -> None:
+    assert metric_values(advantage_metrics([0.5, -0.25, -0.25])) == {
+        "critic/advantages/mean": 0.0,
+        "critic/advantages/max": 0.5,
+        "critic/advantages/min": -0.25,
+    }
+    assert metric_values(advantage_metrics([])) == {}
+
+
+def test_each_metric_states_its_unit() -> None:
+    units = {metric.name: metric.per for metric in group_metrics([MIXED])}
+    assert units.pop("training/groups_without_baseline") == "group"
+    assert units.pop("training/zero_variance_groups") == "group"
+    assert set(units.values()) == {"trajectory"}
+
+
+def test_a_step_that_lost_everything_reports_rates_and_no_rewards() -> None:
+    lost = _group(
+        0, _trajectory(0, 0, None, 1, failure=FailureType.INFRA), _trajectory(0, 1, None, 1, failure=FailureType.INFRA)
+    )
+    values = metric_values(group_metrics([lost]))
+    assert values["failure/infra/rate"] == 1.0
+    assert "critic/rewards/mean" not in values
