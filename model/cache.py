@@ -137,4 +137,4 @@ def copy_sequence(
         if name.endswith("entries"):
             plane[target_blocks] = plane[list(source_blocks[:count])].repeat(len(targets), 1, 1)
         else:
-            plane[target_slots] = plane[source_slot]
+            plane[target_slots] = plane[source_slot].clone()

@@ -62,7 +62,7 @@ class Transformer:
         self._check_tokens(token_T, batch)
         context = self._context(batch, storage)
         embedded_TD = functional.embedding(token_T, weights.embed)
-        streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         for layer, block in enumerate(weights.blocks):
             streams_TMD = self._block(block, streams_TMD, token_T, layer, context)
         return streams_TMD

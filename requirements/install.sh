@@ -114,9 +114,9 @@ print(torch.__version__ if list(p.glob("deepspeed_shm_comm_op*.so")) else "")')
     return
   fi
   say "compiling DeepSpeed's shared-memory extension (the slowest step)"
-  # -g0 and a large collector heap: a third less time in g++. Both sources are compiled at once.
+  # Both sources at once, without debug data and torch's C++ frontend, which they do not use: half the time in g++.
   DS_ACCELERATOR=cpu DS_BUILD_OPS=0 DS_BUILD_SHM_COMM=1 DS_ENABLE_NINJA=1 MAX_JOBS=2 \
-    CFLAGS="-g0 --param ggc-min-heapsize=4000000 --param ggc-min-expand=400" \
+    CFLAGS="-g0 -DTORCH_INDUCTOR_CPP_WRAPPER --param ggc-min-heapsize=4000000 --param ggc-min-expand=400" \
     uv pip install --python "$venv/bin/python" --no-deps --no-cache --no-build-isolation --reinstall-package deepspeed "$1"
   echo "$1 torch==$(python -c 'import torch; print(torch.__version__)') $version" >"$venv/.deepspeed"
 }

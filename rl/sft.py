@@ -26,6 +26,7 @@ from rollforward.rl.config import FreshModel, SFTRun
 from rollforward.rl.conversations import ConversationSource, PackedConversations, tokenizer_texts
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.learner import TOKENIZER_NAME
+from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
@@ -115,11 +116,13 @@ class SFTLoop:
     def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float]]:
         start_s = time.monotonic()
         batches, cursor = self._data.draw(state.cursor, self._run.micro_batches_per_step)
-        weights = [torch.tensor(batch.token_weight_T) for batch in batches]
 
-        def loss_of(index: int, policy_logprobs_T: Tensor, entropy_T: Tensor) -> LossPart:
-            del entropy_T
-            return LossPart(loss=-(policy_logprobs_T * weights[index]).sum(), name=f"micro-batch {index}")
+        def loss_of(index: int, policy_logprobs_T: Tensor, _entropy_T: Tensor) -> LossPart:
+            batch = batches[index]
+            loss, _ = supervised_loss(
+                policy_logprobs_T, torch.tensor(batch.trained_mask_T), torch.tensor(batch.token_weight_T)
+            )
+            return LossPart(loss=loss, name=f"micro-batch {index}")
 
         result = self._trainer.train_step([_scoring_batch(batch) for batch in batches], loss_of)
         num_tokens = sum(batch.token_ids_T.size for batch in batches)

@@ -74,7 +74,7 @@ class Tracker:
         """Flush and end the W&B run."""
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def _last_attempt(path: Path) -> int:

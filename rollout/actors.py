@@ -13,6 +13,7 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.numerics import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.replica import Replica
+from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.weights import WeightsAck
@@ -57,12 +58,10 @@ class RolloutPool:
         return ray.get([actor.load_weights.remote(directory) for actor in self._actors])
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample on all replicas, request i on replica (prompt mod replicas); answers in the order of the requests."""
-        count = len(self._actors)
-        shares = [[request for request in requests if request.id.prompt % count == index] for index in range(count)]
-        answers = ray.get([actor.generate.remote(share) for actor, share in zip(self._actors, shares, strict=True)])
-        by_id = {completion.id: completion for share in answers for completion in share}
-        return [by_id[request.id] for request in requests]
+        """Sample on all replicas; answers in the order of the requests."""
+        shares = split_requests(requests, len(self._actors))
+        calls = [actor.generate.remote(share) for actor, share in zip(self._actors, shares, strict=True)]
+        return merge_completions(requests, ray.get(calls))
 
     def log_stats(self) -> list[WalStats]:
         """Return every replica's log counters."""

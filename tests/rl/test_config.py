@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollforward.rl.config import GRPO, Algorithm, EvalRun, RLRun, SFTRun
+from rollforward.rl.config import GRPO, Algorithm, CheckpointModel, EvalRun, FreshModel, RLRun, SFTRun
 
 TASK = {"type": "reasoning_gym", "name": "sum", "dataset": "chain_sum"}
 OPTIM = {"lr": 1e-5}
@@ -24,11 +24,10 @@ RL = {
 }
 SFT = {
     "run_dir": "runs/a",
-    "model_dir": "models/init",
+    "start": {"type": "checkpoint", "model_dir": "models/init"},
     "tasks": [TASK],
     "optim": OPTIM,
     "steps": 10,
-    "sequences_per_step": 8,
     "micro_batch_tokens": 1024,
 }
 EVAL = {
@@ -61,6 +60,11 @@ def test_defaults_of_the_algorithm_are_deepseeks() -> None:
         advantage_std=False,
         normalisation="trajectory_mean",
     )
+
+
+def test_sft_starts_fresh_or_from_a_checkpoint() -> None:
+    assert msgspec.convert(_merged(SFT, "start", {"type": "fresh"}), SFTRun).start == FreshModel(preset="tiny", seed=0)
+    assert msgspec.convert(SFT, SFTRun).start == CheckpointModel(model_dir="models/init")
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -96,7 +100,7 @@ def test_an_unknown_key_is_refused_by_name(root: type, path: str) -> None:
         ("steps", True, r"\$\.steps"),
         ("prompts_per_step", 0, r"\$\.prompts_per_step"),
         ("rollout.engines", 0, r"\$\.rollout\.engines"),
-        ("rollout.wal_durability", "cluster", r"\$\.rollout\.wal_durability"),
+        ("rollout.wal.level", "disk", r"\$\.rollout\.wal\.level"),
         ("precision", "bf16", r"\$\.precision"),
         ("eval.prompts", 201, r"eval\.prompts is 201, but task sum keeps 200 held-out prompts.*Set eval\.prompts=200"),
         ("tasks", [], r"tasks is empty"),
@@ -126,6 +130,9 @@ def test_values_at_the_bounds_are_accepted(path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("root", "path", "value", "message"),
     [
+        (SFTRun, "start", {"type": "folder"}, r"Invalid value 'folder'.*\$\.start\.type"),
+        (SFTRun, "start", {"type": "fresh", "model_dir": "a"}, "unknown field `model_dir`"),
+        (SFTRun, "start", {"type": "fresh", "preset": "small"}, r"\$\.start\.preset"),
         (SFTRun, "max_answer_tokens", 513, r"max_answer_tokens = 512 \+ 513"),
         (SFTRun, "optim.warmup_steps", 11, "warmup_steps is 11"),
         (SFTRun, "eval.prompts", 201, r"eval\.prompts is 201"),

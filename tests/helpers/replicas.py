@@ -1,0 +1,57 @@
+"""A tiny native-mode engine with a log in a temporary directory, and requests for it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollforward.model.config import ModelConfig
+from rollforward.model.precision import PackedTensor, pack_published
+from rollforward.model.shapes import param_specs
+from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.engine.local import LocalEngine
+from rollforward.rollout.types import Request, RequestId, SamplingParams, request_seed
+from rollforward.rollout.wal import WalWriter, open_log
+from rollforward.rollout.wal_records import WalConfig
+from tests.helpers.tiny import random_params, tiny_config
+
+PROCESS = WalConfig(level="process")
+
+
+def packed_params(config: ModelConfig, seed: int = 1) -> dict[str, PackedTensor]:
+    """Published bytes of random masters."""
+    params = random_params(config, seed)
+    return {spec.name: pack_published(spec, params[spec.name]) for spec in param_specs(config)}
+
+
+def open_engine(
+    directory: Path, packed: dict[str, PackedTensor], *, version: int = 1, **limits: int
+) -> tuple[LocalEngine, WalWriter]:
+    """A native engine on the tiny preset with weights loaded; `limits` are fields of RolloutConfig."""
+    log, recovered = open_log(directory, stream="engine-0", config=PROCESS)
+    config = RolloutConfig(wal=PROCESS, **limits)
+    engine = LocalEngine(tiny_config(), precision="native", config=config, log=log, recovered=recovered)
+    engine.load_weights(version, packed)
+    return engine, log
+
+
+def make_requests(
+    lengths: list[int], *, members: int = 1, max_new_tokens: int = 12, temperature: float = 1.0, version: int = 1
+) -> list[Request]:
+    """One prompt of random tokens per length, `members` requests each."""
+    vocab_size = tiny_config().vocab_size
+    requests = []
+    for prompt, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(100 + prompt)
+        ids = torch.randint(2, vocab_size, (length,), generator=generator).numpy().astype(np.int32)
+        for member in range(members):
+            requests.append(
+                Request(
+                    id=RequestId(0, prompt, member),
+                    prompt_ids=ids,
+                    seed=request_seed(7, 0, prompt, member),
+                    sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature),
+                    policy_version=version,
+                )
+            )
+    return requests
