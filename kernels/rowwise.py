@@ -46,7 +46,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + exp(x)) as relu(x) + log1p(exp(-|x|)), any shape, float32; the gradient is sigmoid(x), also at 0."""
+    """Return log(1 + exp(x)) as relu(x) + log1p(exp(-|x|)), any shape, float32; the gradient is sigmoid(x), also at
+    0."""
     return _Softplus.apply(x)
 
 

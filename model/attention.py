@@ -57,9 +57,7 @@ class AttentionContext:
         return self._entries[ratio]
 
 
-def attention(
-    weights: AttentionWeights, x_TD: Tensor, layer: int, context: AttentionContext
-) -> Tensor:
+def attention(weights: AttentionWeights, x_TD: Tensor, layer: int, context: AttentionContext) -> Tensor:
     """Run one attention layer over the new tokens of a batch.
 
     Args:
@@ -194,4 +192,3 @@ def _grouped_output(weights: AttentionWeights, o_TNd: Tensor, context: Attention
     wo_a_goX = weights.wo_a.view(groups, rank, -1)
     latent = [row_linear(o_TgX[:, group], wo_a_goX[group]) for group in range(groups)]
     return row_linear(context.numerics.gemm_input(torch.cat(latent, dim=-1)), weights.wo_b)
-

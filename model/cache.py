@@ -1,9 +1,10 @@
 """Key-value cache: what a sequence keeps between forwards, and how a forward reads and writes it.
 
-Two kinds of storage, as in the report's serving section. **State** planes have a fixed size per sequence and belong to a
+Two kinds of storage, as in the report's serving section. **State** planes have a fixed size per sequence and belong to
+a
 slot: the ring of the sliding window and the rings of raw key-values that still wait for their entry (CSA overlap and
-tail, HCA tail). **Block** planes hold compressed entries; a block covers lcm(m, m') tokens, so that every layer's entries
-of those tokens live in the same block number. Block 0 is never written: its zeros stand for absent entries.
+tail, HCA tail). **Block** planes hold compressed entries; a block covers lcm(m, m') tokens, so that every layer's
+entries of those tokens live in the same block number. Block 0 is never written: its zeros stand for absent entries.
 
 A ring holds position p in row p mod size, and every row read is checked against the positions that exist, so a slot
 needs no clearing when a new sequence takes it.
@@ -52,9 +53,7 @@ def cache_planes(config: ModelConfig) -> tuple[Plane, ...]:
     planes = []
     for layer in range(config.num_hidden_layers):
         prefix = f"layers.{layer}."
-        planes.append(
-            Plane(name=prefix + "window", kind="state", rows=config.sliding_window, width=config.head_dim)
-        )
+        planes.append(Plane(name=prefix + "window", kind="state", rows=config.sliding_window, width=config.head_dim))
         kind = config.layer_kind(layer)
         if kind == "window":
             continue
@@ -112,7 +111,8 @@ class CacheView:
         plane.view(-1, plane.shape[2])[row] = values_TX.detach()[token]
 
     def write_entries(self, name: str, index: EntryIndex, entries_Ee: Tensor) -> Tensor:
-        """Store new entries in their blocks and return all rows of the plane, [blocks * rows, width]. Mutates storage."""
+        """Store new entries in their blocks and return all rows of the plane, [blocks * rows, width]. Mutates
+        storage."""
         plane = self._storage[name]
         flat = plane.view(-1, plane.shape[2])
         flat[self._batch.entry_rows(index, plane.shape[1])] = entries_Ee.detach()

@@ -1,8 +1,8 @@
 """Fresh weights for training from nothing, the same bits for the same config and seed on every machine.
 
 Matrices are normal with standard deviation 1/sqrt(fan in), which suits models of any width that start without a
-pre-training run; the embedding uses initializer_range. Streams start as nearly independent copies: each hyper-connection
-keeps a stream to itself and gives every sublayer an equal share of all of them.
+pre-training run; the embedding uses initializer_range. Streams start as nearly independent copies: each
+hyper-connection keeps a stream to itself and gives every sublayer an equal share of all of them.
 """
 
 import math

@@ -1,15 +1,15 @@
 """Where a forward quantises: the two modes of the model.
 
-``fp32`` is the reference mode (no quantiser anywhere), to be compared with other implementations. ``native`` applies the
-formats of the released model: GEMM inputs in groups of 128 along K where the weight is FP4 or FP8, the KV cache in groups
-of 64 on the plain dims (rotary dims BF16), indexer queries and keys in FP4 after a Hadamard rotation with BF16 scores.
-Gradients pass straight through. Learner and engine share this file, so they quantise alike (promise P4).
+``fp32`` is the reference mode (no quantiser anywhere), to be compared with other implementations. ``native`` applies
+the formats of the released model: GEMM inputs in groups of 128 along K where the weight is FP4 or FP8, the KV cache in
+groups of 64 on the plain dims (rotary dims BF16), indexer queries and keys in FP4 after a Hadamard rotation with BF16
+scores. Gradients pass straight through. Learner and engine share this file, so they quantise alike (promise P4).
 
 Here: activations. Weights are published in ``precision.py``.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rollforward.kernels.quant.bf16 import fake_quant_bf16
 from rollforward.kernels.quant.fp4_group import fake_quant_fp4_group
 from rollforward.kernels.quant.fp8 import fake_quant_fp8_group
 from rollforward.kernels.quant.hadamard import hadamard
+from rollforward.model.errors import ModelInputError
 
 Precision = Literal["fp32", "native"]
 """``fp32``: quantisation off. ``native``: the released model's formats."""
@@ -31,6 +32,17 @@ class Numerics:
     """The quantisers of one mode; every method is the identity in fp32 mode and straight-through in native mode."""
 
     precision: Precision
+
+    def __post_init__(self) -> None:
+        """Refuse a mode that does not exist.
+
+        Raises:
+            ModelInputError: precision is neither ``fp32`` nor ``native``.
+        """
+        if self.precision not in get_args(Precision):
+            raise ModelInputError(
+                f"precision is {self.precision!r}; the modes are 'fp32' and 'native'. Use one of them."
+            )
 
     def gemm_input(self, x_TK: Tensor) -> Tensor:
         """Quantise the input of a product with an FP4 or FP8 weight: E4M3, groups of 128 along K. [T, K]."""

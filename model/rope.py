@@ -21,11 +21,11 @@ class RopeTable:
     def at(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin at int64 positions >= 0, [..., P] float32 each."""
         needed = int(position.max()) + 1 if position.numel() else 0
-        while self._cos.shape[0] < needed:
-            start = self._cos.shape[0]
-            cos, sin = rope_tables(self._frequencies, torch.arange(start, start + TABLE_STEP))
-            self._cos = torch.cat((self._cos, cos))
-            self._sin = torch.cat((self._sin, sin))
+        if needed > self._cos.shape[0]:
+            starts = range(self._cos.shape[0], needed, TABLE_STEP)
+            steps = [rope_tables(self._frequencies, torch.arange(start, start + TABLE_STEP)) for start in starts]
+            self._cos = torch.cat((self._cos, *(cos for cos, _ in steps)))
+            self._sin = torch.cat((self._sin, *(sin for _, sin in steps)))
         return self._cos[position], self._sin[position]
 
 

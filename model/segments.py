@@ -1,13 +1,14 @@
 """Which tokens one forward computes, and where each of them finds its keys.
 
-A ``Segment`` is a run of consecutive tokens of one sequence. Decode is many segments of one token, a prefill chunk is one
-longer segment, packed training is segments that start at 0 without a cache: one arithmetic serves all of them, because
-everything that depends on the arrangement is an index computed here.
+A ``Segment`` is a run of consecutive tokens of one sequence. Decode is many segments of one token, a prefill chunk is
+one longer segment, packed training is segments that start at 0 without a cache: one arithmetic serves all of them,
+because everything that depends on the arrangement is an index computed here.
 
-Reductions over keys run in absolute tiles of 64 (a token's tile is its position // 64, an entry's its index // 64), so a
-query's order of sums is a function of its own position alone.
+Reductions over keys run in absolute tiles of 64 (a token's tile is its position // 64, an entry's its index // 64), so
+a query's order of sums is a function of its own position alone.
 
-Here: index records, in numpy, computed once per forward. Not here: storage (``cache.py``), arithmetic (``attention.py``).
+Here: index records, in numpy, computed once per forward. Not here: storage (``cache.py``), arithmetic
+(``attention.py``).
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ class EntryIndex:
     """Compressed entries of one ratio: which raw rows make the new ones, and which ones each query group may read."""
 
     raw_EL: Tensor
-    """int64 [E, L]: row of the pool [new tokens | ring rows, L per segment | one absent row] of every slot of an entry."""
+    """int64 [E, L]: row of the pool [new tokens | ring rows, L per segment | one absent row] of every slot of an
+    entry."""
     position_E: Tensor
     """int64 [E]: position of the first token of the entry's (current) window, for RoPE."""
     ordinal_E: Tensor

@@ -152,11 +152,6 @@ class Tokenizer:
 
     @property
     def serialized(self) -> str:
-        """The text of the `tokenizer.json`."""
-        return self._serialized
-
-    @property
-    def serialized(self) -> str:
         """The text of the `tokenizer.json`, byte for byte what was loaded or trained."""
         return self._serialized
 

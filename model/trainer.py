@@ -1,10 +1,10 @@
 """The trainer: FP32 masters, the model's own forward, DeepSpeed's optimizer. It knows no algorithm.
 
-    masters --published value, straight-through--> weights --forward--> log-probs of the targets --loss given by the caller-->
-    backward --> gradients of the masters --DeepSpeed: sum over ranks, clip, AdamW--> masters
+    masters --published value, straight-through--> weights --forward--> log-probs of the targets --loss given by the
+    caller--> backward --> gradients of the masters --DeepSpeed: sum over ranks, clip, AdamW--> masters
 
-The forward that backward goes through is the engine's own (``transformer.py``), so its log-probs equal the engine's bit for
-bit on the same weights (promise P3), and its weights are the published ones (promise P4).
+The forward that backward goes through is the engine's own (``transformer.py``), so its log-probs equal the engine's
+bit for bit on the same weights (promise P3), and its weights are the published ones (promise P4).
 
 Here: one process of a data-parallel group, without Ray. Not here: losses (rl/losses), batches (rl/batch.py), actors.
 """
@@ -125,7 +125,9 @@ class Trainer:
         adamw = torch.optim.AdamW(
             _parameter_groups(self._masters.trained, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps
         )
-        self._engine: Any = deepspeed.initialize(model=self._masters, optimizer=adamw, config=_deepspeed_config(optim))[0]
+        self._engine: Any = deepspeed.initialize(model=self._masters, optimizer=adamw, config=_deepspeed_config(optim))[
+            0
+        ]
 
     @property
     def num_steps(self) -> int:
@@ -158,7 +160,8 @@ class Trainer:
             if not torch.isfinite(part.loss.detach()):
                 self._engine.zero_grad()
                 raise NonFiniteLossError(
-                    f"step {self._num_steps}, {part.name}: the loss is {value}; it must be finite. Nothing was updated. Worst"
+                    f"step {self._num_steps}, {part.name}: the loss is {value}; it must be finite."
+                    " Nothing was updated. Worst"
                     f" sequences: {', '.join(part.worst) or 'unknown'}. Look at them and lower optim.lr"
                 )
             total += value
@@ -170,6 +173,10 @@ class Trainer:
         self._engine.step()
         self._num_steps += 1
         return StepResult(loss=total, grad_norm=float(self._engine.get_global_grad_norm()), learning_rate=rate)
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return a copy of every master (and of the frozen tensors), by canonical name."""
+        return {name: master.detach().clone() for name, master in self._masters.named().items()}
 
     def published(self) -> dict[str, PackedTensor]:
         """Return every tensor's published bytes, quantised from the masters (frozen ones too)."""

@@ -118,7 +118,9 @@ class Transformer:
                 "give one flat id per token"
             )
         if token_T.dtype != torch.int64:
-            raise ModelInputError(f"token ids are {token_T.dtype}; the rule is torch.int64. Convert them where they are read.")
+            raise ModelInputError(
+                f"token ids are {token_T.dtype}; the rule is torch.int64. Convert them where they are read."
+            )
         low, high = int(token_T.min()), int(token_T.max())
         if low < 0 or high >= self.config.vocab_size:
             raise ModelInputError(
@@ -199,7 +201,9 @@ class Model:
         streams = streams.view(*token_ids_BT.shape, *streams.shape[1:])[:, :-1].flatten(0, 1)
         next_token_T, short = self._flat(token_ids_BT[:, 1:])
         mtp_streams = self.transformer.mtp_streams(self.weights, streams, next_token_T, short)
-        return self.transformer.mtp_logits(self.weights, mtp_streams).view(token_ids_BT.shape[0], -1, self.config.vocab_size)
+        return self.transformer.mtp_logits(self.weights, mtp_streams).view(
+            token_ids_BT.shape[0], -1, self.config.vocab_size
+        )
 
     def _flat(self, token_ids_BT: Tensor) -> tuple[Tensor, SegmentBatch]:
         if token_ids_BT.dim() != 2 or token_ids_BT.shape[1] < 1:
@@ -229,5 +233,6 @@ def load_model(directory: str | Path, *, precision: Precision, device: str = "cp
     """
     if device != "cpu":
         raise ModelInputError(f"device is {device!r}; this version computes on 'cpu' only. Set device=cpu.")
+    Numerics(precision)  # refuses an unknown mode before files are read
     config = load_model_config(Path(directory) / "config.json")
     return Model(config, read_checkpoint(Path(directory), config), precision=precision)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -41,7 +42,7 @@ class LearnerActor:
 class LearnerHandle:
     """The learner as the controller sees it: plain calls that wait for their answer."""
 
-    def __init__(self, actor: "ray.actor.ActorHandle[LearnerActor]") -> None:
+    def __init__(self, actor: Any) -> None:
         """Keep the handle."""
         self._actor = actor
 

@@ -1,6 +1,6 @@
 """Checkpoints of a run: a directory that is whole or absent, and the choice of the one to go on from.
 
-    checkpoints/step_000040/   state.json (where the loop stands) and what the learner wrote
+checkpoints/step_000040/   state.json (where the loop stands) and what the learner wrote
 """
 
 import os

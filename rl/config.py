@@ -188,8 +188,6 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens of one forward and backward pass, whole conversations."""
     micro_batches_per_step: PositiveInt = 1
     """Micro-batches whose gradients are added before an optimizer step."""
-    threads: PositiveInt = 2
-    """CPU threads."""
     max_prompt_tokens: PositiveInt = 512
     """A longer rendered prompt is an error."""
     max_answer_tokens: PositiveInt = 512
@@ -199,7 +197,7 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     precision: Precision = "native"
     """Number formats of the forward pass."""
     rollout: RolloutConfig = RolloutConfig()
-    """The engine that evaluates."""
+    """The engine that evaluates; its `threads` hold for training too, which shares its process."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     checkpoint_every_steps: PositiveInt = 100

@@ -14,13 +14,14 @@
 | learn    | groups in (prompt, member) order  | masters, step K + 1           | all rewards of the step          |
 | publish  | masters                           | weights v(K+1) with manifest  | nothing in flight                |
 
-Weights are published only when nothing is in flight, and version K is the policy after K optimizer steps, so a run that was
-interrupted and one that was not do the same thing: what the log holds is answered from the log, the rest is drawn again to
-the same bits. Here: the order of stages, without Ray. The stages themselves are one call each, one file away.
+Weights are published only when nothing is in flight, and version K is the policy after K optimizer steps, so a run
+that was interrupted and one that was not do the same thing: what the log holds is answered from the log, the rest is
+drawn again to the same bits. Here: the order of stages, without Ray. The stages themselves are one call each, one file
+away.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -232,7 +233,7 @@ class Controller:
         return step % every_steps == 0 or step == self._run.steps
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def _timed(self, stage: str) -> Generator[None]:
         start_s = time.monotonic()
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - start_s

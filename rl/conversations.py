@@ -96,17 +96,17 @@ class ConversationSource:
 
 
 def solved_messages(example: Example) -> tuple[Message, ...]:
-    """The conversation in which the assistant says the example's demonstration.
+    """The conversation in which the assistant gives the example's right answer.
 
     Raises:
         TaskError: the example has none.
     """
-    if example.demonstration is None:
+    if example.answer is None:
         raise TaskError(
             f"task {example.task}: {example.split} example {example.index} has no written answer, only a verifier, so"
             " SFT cannot learn from it. Leave the task out of SFT."
         )
-    return (*example.messages, Message(role="assistant", content=example.demonstration))
+    return (*example.messages, Message(role="assistant", content=example.answer))
 
 
 def tokenizer_texts(tasks: Sequence[Task], num_conversations: int) -> Iterator[str]:

@@ -22,19 +22,17 @@ def main(run: EvalRun) -> int:
     parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens)
     root = run_dir / "weights"
     publish_weights(root, 0, parts.model_config, read_packed(model_dir, parts.model_config))
-    evaluator = Evaluator(
-        parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed
-    )
-    replica = Replica(
-        "eval", run_dir / "wal" / "eval", parts.model_config, precision=run.precision, config=run.rollout
-    )
+    evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
+    replica = Replica("eval", run_dir / "wal" / "eval", parts.model_config, precision=run.precision, config=run.rollout)
     try:
         replica.load_weights(version_directory(root, 0))
         results = evaluator.evaluate(replica.generate, step=0, policy_version=0)
     finally:
         replica.close()
     (run_dir / "eval.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
-    rows: dict[str, object] = {f"{one.task} accuracy": f"{one.accuracy:.3f} ({one.correct}/{one.judged})" for one in results}
+    rows: dict[str, object] = {
+        f"{one.task} accuracy": f"{one.accuracy:.3f} ({one.correct}/{one.judged})" for one in results
+    }
     console.summary(f"evaluated {model_dir}", rows | {"answers": run_dir / "eval.json"})
     console.result(json.dumps({"tasks": {one.task: one.accuracy for one in results}, "run_dir": str(run_dir)}))
     return 0

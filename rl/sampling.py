@@ -38,7 +38,8 @@ class PromptEncoder:
         ids = self._encoding.encode_prompt(example.messages)
         if len(ids) > self._max_prompt_tokens:
             raise TaskError(
-                f"task {example.task}: {example.split} example {example.index} has {len(ids)} prompt tokens; max_prompt_tokens is"
+                f"task {example.task}: {example.split} example {example.index} has {len(ids)} prompt"
+                " tokens; max_prompt_tokens is"
                 f" {self._max_prompt_tokens}. Raise it, or make the questions shorter."
             )
         return np.array(ids, dtype=np.int32)

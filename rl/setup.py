@@ -1,4 +1,5 @@
-"""What every verb of this folder needs before it starts: tasks, tokenizer and model, checked before anything is allocated."""
+"""What every verb of this folder needs before it starts: tasks, tokenizer and model, checked before anything is
+allocated."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def load_parts(model_dir: Path, task_configs: Sequence[TaskConfig], *, max_promp
     tokenizer = Tokenizer.load(model_dir)
     if tokenizer.vocab_size > config.vocab_size or tokenizer.eos_id != config.eos_token_id:
         raise ModelDirectoryError(
-            f"{model_dir}: the tokenizer has {tokenizer.vocab_size} entries and ends with id {tokenizer.eos_id}, the model has"
+            f"{model_dir}: the tokenizer has {tokenizer.vocab_size} entries and ends with id"
+            f" {tokenizer.eos_id}, the model has"
             f" vocab_size {config.vocab_size} and eos_token_id {config.eos_token_id}; they must belong together."
             " Take both from one checkpoint"
         )

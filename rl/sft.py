@@ -1,6 +1,6 @@
 """Entry point of `rollforward sft`: supervised fine-tuning on the tasks' rendered conversations, in one process.
 
-    ConversationSource --micro-batches--> Trainer.train_step (mean negative log-prob of the answers) --> checkpoint, model
+ConversationSource --micro-batches--> Trainer.train_step (mean negative log-prob of the answers) --> checkpoint, model
 """
 
 import json
@@ -44,9 +44,11 @@ def main(run: SFTRun) -> int:
     start_s = time.monotonic()
     run_dir = Path(run.run_dir).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
-    model_dir = _fresh_model(run.start, run, run_dir) if isinstance(run.start, FreshModel) else Path(run.start.model_dir)
+    model_dir = (
+        _fresh_model(run.start, run, run_dir) if isinstance(run.start, FreshModel) else Path(run.start.model_dir)
+    )
     parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens)
-    torch.set_num_threads(run.threads)
+    torch.set_num_threads(run.rollout.threads)
     set_environment({"LOCAL_RANK": "0"})
     join_group(run_dir / f".rendezvous-{uuid.uuid4().hex}", rank=0, num_ranks=1)
     tracker = Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run))
@@ -77,9 +79,7 @@ class SFTLoop:
         self._run_dir = Path(run.run_dir).resolve()
         named = read_checkpoint(model_dir, parts.model_config)
         self._trainer = Trainer(parts.model_config, named, precision=run.precision, optim=run.optim)
-        self._data = ConversationSource(
-            parts.tasks, parts.encoding, seed=run.seed, max_tokens=run.micro_batch_tokens
-        )
+        self._data = ConversationSource(parts.tasks, parts.encoding, seed=run.seed, max_tokens=run.micro_batch_tokens)
         self._evaluator = Evaluator(
             parts.tasks,
             parts.encoder,

@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl in the run directory, and Weights & Biases (offline unless configured).
 
-A line of metrics.jsonl is {"step", "attempt", "time_s", metrics...}. A resumed run appends with the next attempt number,
-so a step that was repeated after a checkpoint stands twice and is told apart.
+A line of metrics.jsonl is {"step", "attempt", "time_s", metrics...}. A resumed run appends with the next attempt
+number, so a step that was repeated after a checkpoint stands twice and is told apart.
 """
 
 import json
@@ -37,7 +37,7 @@ class Tracker:
         self._start_s = time.monotonic()
         self._wandb: Any = None
         if config.mode != "disabled":
-            import wandb  # noqa: PLC0415 - slow to import and not needed when disabled
+            import wandb
 
             settings = wandb.Settings(silent=True, console="off")
             self._wandb = wandb.init(

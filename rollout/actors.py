@@ -6,6 +6,7 @@ happened is made idempotent by the log, not by Ray.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -49,7 +50,7 @@ class RolloutActor:
 class RolloutPool:
     """Handles of all replicas, as the controller sees them: plain calls that wait for their answer."""
 
-    def __init__(self, actors: Sequence["ray.actor.ActorHandle[RolloutActor]"]) -> None:
+    def __init__(self, actors: Sequence[Any]) -> None:
         """Keep the handles; the order decides which replica serves which request."""
         self._actors = list(actors)
 

@@ -7,6 +7,7 @@ import msgspec
 
 from rollforward.rollout.wal_records import WalConfig
 
+
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engine replicas and their log. No field changes a sampled bit."""
 

@@ -37,9 +37,7 @@ class Replica:
         torch.set_num_threads(config.threads)
         self.name = name
         self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
-        self._engine = LocalEngine(
-            model_config, precision=precision, config=config, log=self._log, recovered=recovered
-        )
+        self._engine = LocalEngine(model_config, precision=precision, config=config, log=self._log, recovered=recovered)
 
     def load_weights(self, directory: Path) -> WeightsAck:
         """Take a published version and prove what is held: hashes of the engine's own bytes."""

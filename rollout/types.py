@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RequestId(msgspec.Struct, frozen=True, order=True):
-    """Identity of one trajectory: orders as training does and renders to `s{step}-p{prompt}-m{member}`, `eval{step}-...`."""
+    """Identity of one trajectory; orders as training does and renders to `s12-p3-m0`, or `eval12-p3-m0`."""
 
     step: int
     """Training step that asked for it, from 0."""

@@ -1,9 +1,11 @@
 """Publishing weights: what the learner writes, what an engine must prove before it gets a request (promise P4).
 
-    weights/v000003/   config.json + *.safetensors in the official layout, and manifest.json: version and one hash a tensor
+    weights/v000003/   config.json + *.safetensors in the official layout, and manifest.json: version and one hash a
+    tensor
 
-A directory appears under its name only when it is whole (written beside it, synced, renamed). A replica reads it, hashes
-what it will sample with, and answers with those hashes; the gate opens only where every hash equals the manifest's.
+A directory appears under its name only when it is whole (written beside it, synced, renamed). A replica reads it,
+hashes what it will sample with, and answers with those hashes; the gate opens only where every hash equals the
+manifest's.
 
 Here: hashes, the manifest, writing and reading. Not here: the layout (model/checkpoint.py), when to publish (rl/).
 """
@@ -109,7 +111,9 @@ def read_published(directory: Path) -> tuple[WeightsManifest, ModelConfig, dict[
     try:
         manifest = msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=WeightsManifest)
     except (OSError, msgspec.MsgspecError) as error:
-        raise WeightsError(f"{directory} holds no readable {MANIFEST_NAME}: {error}. Publish the version again") from error
+        raise WeightsError(
+            f"{directory} holds no readable {MANIFEST_NAME}: {error}. Publish the version again"
+        ) from error
     config = load_model_config(directory / "config.json")
     return manifest, config, read_packed(directory, config)
 
@@ -122,13 +126,15 @@ def check_acknowledgement(manifest: WeightsManifest, ack: WeightsAck) -> None:
     """
     if ack.policy_version != manifest.policy_version:
         raise WeightsError(
-            f"replica {ack.replica} holds version {ack.policy_version}, published is {manifest.policy_version}; it gets no request"
+            f"replica {ack.replica} holds version {ack.policy_version}, published is"
+            f" {manifest.policy_version}; it gets no request"
         )
     names = sorted(manifest.tensors.keys() | ack.tensors.keys())
     wrong = [name for name in names if manifest.tensors.get(name) != ack.tensors.get(name)]
     if wrong:
         shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise WeightsError(
-            f"replica {ack.replica} does not hold the published bytes of {shown} (version {ack.policy_version}); it gets no request."
+            f"replica {ack.replica} does not hold the published bytes of {shown} (version"
+            f" {ack.policy_version}); it gets no request."
             " Restart the replica; if it happens again, check the machine's memory and disk"
         )

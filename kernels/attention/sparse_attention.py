@@ -1,4 +1,5 @@
-"""Sparse attention with a sink: public function and gradient. Which keys a query sees is decided by the caller's mask."""
+"""Sparse attention with a sink: public function and gradient. Which keys a query sees is decided by the caller's
+mask."""
 
 import torch
 from torch import Tensor

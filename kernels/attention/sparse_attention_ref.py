@@ -1,7 +1,7 @@
 """Attention of query groups over key tiles of 64 with a sink, in plain torch, with its gradient.
 
-Local letters: G groups, Q queries of a group, N heads, d head width, S keys (a multiple of 64, absolute tiles), R = Q*N.
-One key-value head serves as key and value.
+Local letters: G groups, Q queries of a group, N heads, d head width, S keys (a multiple of 64, absolute tiles), R =
+Q*N. One key-value head serves as key and value.
 """
 
 import torch
@@ -33,8 +33,8 @@ def sparse_attention_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o [G, Q, N, d], the key weights [G, R, S] and the sink weights [G, R, 1].
 
-    The weighted sum runs over tiles of 64 keys from left to right, starting from +0, so that tiles without a visible key
-    are neutral.
+    The weighted sum runs over tiles of 64 keys from left to right, starting from +0, so that tiles without a visible
+    key are neutral.
     """
     weights, sink_weights = attention_weights_ref(q_GQNd, kv_GSd, visible_GQS, sink_N, scale)
     output = torch.zeros_like(q_GQNd).reshape(weights.shape[0], weights.shape[1], -1)

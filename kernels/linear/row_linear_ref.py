@@ -8,7 +8,8 @@ ROW_TILE = 16
 """Rows of one product. Below 12 rows the CPU's GEMM changes its summation order, from 16 on it does not."""
 
 MIN_OUTPUTS = 16
-"""Columns of one product. Below 10 columns a row's bits depend on its place in the tile (measured for odd K and N = 1)."""
+"""Columns of one product. Below 10 columns a row's bits depend on its place in the tile (measured for odd K and N =
+1)."""
 
 
 def row_linear_ref(x_TK: Tensor, w_NK: Tensor) -> Tensor:

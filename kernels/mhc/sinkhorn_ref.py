@@ -1,4 +1,4 @@
-"""Sinkhorn normalisation of the stream mixing matrix, component-major so that every sum is a written chain of additions."""
+"""Sinkhorn normalisation of the stream mixing matrix; component-major, so every sum is a chain of additions."""
 
 import torch
 from torch import Tensor

@@ -41,8 +41,3 @@ def read_answer(text: str, max_chars: int) -> tuple[str, ScoreReason | None]:
     if len(answer) > max_chars:
         return "", ScoreReason.TOO_LONG
     return answer, None
-
-
-def tag_answer(answer: str) -> str:
-    """The answer in its tags, as `read_answer` finds it."""
-    return f"{ANSWER_OPEN}{answer}{ANSWER_CLOSE}"

@@ -32,11 +32,6 @@ class ReasoningGymConfig(
     """Whether a reward may lie between 0 and 1 where the verifier gives it. Many of the library's verifiers pay for a
     wrong answer that contains the right one, which a policy learns to exploit; False rewards full marks only.
     """
-    worked_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-    """Share of the demonstrations for SFT that show the steps before the answer (`demonstrations.py` says for which
-    datasets they are known). Above 0, every demonstration puts its answer into `<answer>` tags; at 0 it is the answer
-    and nothing else.
-    """
     max_answer_chars: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """A longer answer scores 0 without being read, which bounds the verifier's time."""
 

@@ -20,9 +20,8 @@ import msgspec
 from rollforward.model.messages import Message
 from rollforward.rl.errors import TaskError
 from rollforward.rl.shuffle import derive_key
-from rollforward.rl.tasks.answers import read_answer, tag_answer
+from rollforward.rl.tasks.answers import read_answer
 from rollforward.rl.tasks.config import ReasoningGymConfig
-from rollforward.rl.tasks.demonstrations import STEPS
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 
 _CANDIDATES_PER_EXAMPLE: Final = 32
@@ -53,16 +52,10 @@ class ReasoningGymTask:
 
     def __init__(self, config: ReasoningGymConfig) -> None:
         """Import the library, make the two datasets and choose the held-out questions."""
-        if config.worked_share and config.dataset not in STEPS:
-            raise TaskError(
-                f"task {config.name}: worked_share is {config.worked_share}, but the steps of {config.dataset} are not "
-                f"known; they are for {', '.join(STEPS)}. Set worked_share to 0, or add the steps to "
-                "rl/tasks/demonstrations.py."
-            )
         self._config = config
         num_train_items = config.train_size * _CANDIDATES_PER_EXAMPLE
         num_heldout_items = config.heldout_size * _CANDIDATES_PER_EXAMPLE
-        first_seed = derive_key("reasoning_gym", config.dataset, config.seed) >> 16
+        first_seed = derive_key("reasoning_gym", config.dataset, config.seed) >> 33  # 31 bits: some datasets take 32
         self._train_items: Any = _create_dataset(config, seed=first_seed + num_heldout_items, size=num_train_items)
         self._heldout_items: Any = _create_dataset(config, seed=first_seed, size=num_heldout_items)
         self._heldout_indices, self._heldout_questions = self._choose_heldout(num_heldout_items)
@@ -101,7 +94,6 @@ class ReasoningGymTask:
             index=index,
             messages=(Message(role="user", content=item["question"]),),
             answer=None if answer is None else str(answer),
-            demonstration=None if answer is None else self._demonstration(item, str(answer), f"{split} {index}"),
         )
 
     def score(self, example: Example, text: str) -> Score:
@@ -138,14 +130,6 @@ class ReasoningGymTask:
             "has hardly more distinct questions "
             f"than heldout_size = {self._config.heldout_size}. Lower it, or widen the dataset's params."
         )
-
-    def _demonstration(self, item: dict[str, Any], answer: str, place: str) -> str:
-        """What an assistant says to give the answer; whether it shows the steps is drawn from the example's place."""
-        if not self._config.worked_share:
-            return answer
-        draw = derive_key("worked", self._config.seed, place) / 2.0**64
-        steps = STEPS[self._config.dataset](item) if draw < self._config.worked_share else ()
-        return "".join(f"{step}, " for step in steps) + tag_answer(answer)
 
     def _choose_heldout(self, num_items: int) -> tuple[tuple[int, ...], frozenset[str]]:
         """The first items whose questions differ from all before them, and those questions."""

@@ -46,9 +46,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     """What the model is asked."""
     answer: str | None
-    """A right answer; None where the task has only a verifier."""
-    demonstration: str | None
-    """What SFT learns to say: the right answer in the task's manner; None where there is no answer."""
+    """A right answer, to learn from; None where the task has only a verifier."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):

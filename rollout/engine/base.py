@@ -37,8 +37,8 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample every request to its end and return completions in the order of the requests.
 
-        A request that the log already holds is answered from it or goes on from its last durable token; every token of a
-        returned completion is durable.
+        A request that the log already holds is answered from it or goes on from its last durable token; every token of
+        a returned completion is durable.
 
         Raises:
             EngineInputError: a request that can never be served; nothing was started.

@@ -7,13 +7,15 @@ One step of the loop:
                                                      finished --log.append_close--> delivered once durable
 
 Members of a group have the same prompt: one of them (the leader) computes its prefill, the others copy its cache. No
-choice made here changes a bit of any completion: rows do not depend on the batch and draws are keyed by seed and position.
+choice made here changes a bit of any completion: rows do not depend on the batch and draws are keyed by seed and
+position.
 
 Not here: memory ownership (pool.py), a request's state (sequence.py), drawing (sampler.py), the log (rollout/wal.py).
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
@@ -84,7 +86,9 @@ class LocalEngine:
     def load_weights(self, policy_version: int, tensors: Mapping[str, PackedTensor]) -> None:
         """Take new weights: unpack the published bytes and log the version. See ``Engine``."""
         if self._running or self._waiting:
-            raise EngineError(f"weights {policy_version} came while requests are in flight; wait until generate returns")
+            raise EngineError(
+                f"weights {policy_version} came while requests are in flight; wait until generate returns"
+            )
         if self._policy_version is not None and policy_version <= self._policy_version:
             raise EngineError(f"weights {policy_version} came after {self._policy_version}; versions only grow")
         self._packed = tensors
@@ -102,7 +106,9 @@ class LocalEngine:
         """Sample every request to its end; see ``Engine``."""
         version = self._policy_version
         if version is None:
-            raise EngineError("generate was called before load_weights; a replica gets traffic after its acknowledgement")
+            raise EngineError(
+                "generate was called before load_weights; a replica gets traffic after its acknowledgement"
+            )
         self._check(requests, version)
         done: dict[RequestId, Completion] = {}
         self._reserve(requests)
@@ -124,17 +130,20 @@ class LocalEngine:
         for request in requests:
             if request.policy_version != version:
                 raise EngineInputError(
-                    f"request {request.id} asks for weights {request.policy_version}, the engine holds {version}; publish them first"
+                    f"request {request.id} asks for weights {request.policy_version}, the engine"
+                    f" holds {version}; publish them first"
                 )
             longest = request.prompt_ids.size + request.sampling.max_new_tokens
             if longest > self._model_config.max_position_embeddings:
                 raise EngineInputError(
                     f"request {request.id} may reach {longest} tokens; the model has max_position_embeddings ="
-                    f" {self._model_config.max_position_embeddings}. Lower sampling.max_new_tokens or shorten the prompt"
+                    f" {self._model_config.max_position_embeddings}. Lower sampling.max_new_tokens or"
+                    " shorten the prompt"
                 )
             if request.sampling.top_p != 1.0 or request.sampling.top_k != 0:
                 raise EngineInputError(
-                    f"request {request.id} has top_p={request.sampling.top_p} and top_k={request.sampling.top_k}; this engine samples"
+                    f"request {request.id} has top_p={request.sampling.top_p} and"
+                    f" top_k={request.sampling.top_k}; this engine samples"
                     " the whole distribution. Set top_p=1 top_k=0"
                 )
             if request.id in seen:
@@ -148,7 +157,9 @@ class LocalEngine:
             return
         num_slots = self._config.max_batch_requests
         num_blocks = 1 + num_slots * self._pool.blocks_for(longest)
-        self._pool = CachePool(num_slots=num_slots, num_blocks=num_blocks, block_tokens=block_tokens(self._model_config))
+        self._pool = CachePool(
+            num_slots=num_slots, num_blocks=num_blocks, block_tokens=block_tokens(self._model_config)
+        )
         self._storage = allocate_cache(self._model_config, num_slots=num_slots, num_blocks=num_blocks)
         self._cache_tokens = longest
 
@@ -296,4 +307,3 @@ def _check_same_request(request: Request, held: RecoveredRequest) -> None:
             f"request {request.id} is in the log with another prompt, seed or sampling; it belongs to another run."
             " Use a fresh run_dir, or resume with the configuration that wrote the log"
         )
-

@@ -1,7 +1,7 @@
 """Who owns which state slot and which cache blocks of a replica.
 
-Slots are one per sequence in flight, blocks cover ``block_tokens`` tokens each. A sequence gets all blocks that its budget
-may need when it is admitted, so that a running sequence never waits for memory.
+Slots are one per sequence in flight, blocks cover ``block_tokens`` tokens each. A sequence gets all blocks that its
+budget may need when it is admitted, so that a running sequence never waits for memory.
 
 Not here: the tensors (model/cache.py).
 """

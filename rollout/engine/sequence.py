@@ -12,7 +12,8 @@ class Sequence:
     """State of a request in flight. The engine moves it: waiting -> prefilling -> decoding -> closed.
 
     Waiting: no slot. Prefilling: more than one token is not in the cache yet (or a leader with the same tokens computes
-    them). Decoding: exactly the last token is missing. Closed: ``stop_reason`` is set and slot and blocks are given back.
+    them). Decoding: exactly the last token is missing. Closed: ``stop_reason`` is set and slot and blocks are given
+    back.
     """
 
     request: Request

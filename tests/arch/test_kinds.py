@@ -80,16 +80,19 @@ def math_faults(module: Module) -> list[str]:
 
 
 def actor_faults(module: Module) -> list[str]:
-    """Each method is one call: one statement after the docstring; only __init__ may make more than one machine."""
+    """Each method of an actor is one call: one statement after the docstring, but in __init__.
+
+    A class beside the actors (handles as their caller sees them) may split, call and gather: three statements in a row.
+    """
     found: list[str] = []
     for cls in (node for node in module.tree.body if isinstance(node, ast.ClassDef)):
+        most = 1 if cls.name.endswith("Actor") else 3
         for method in (node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             body = method.body[1:] if ast.get_docstring(method) is not None else method.body
             control = [n for n in ast.walk(method) if isinstance(n, ast.If | ast.For | ast.While | ast.Try | ast.With)]
-            if control or (len(body) > 1 and method.name != "__init__"):
-                found.append(
-                    f"{module.path}:{method.lineno} {cls.name}.{method.name} has logic; a method here is one call"
-                )
+            if control or (len(body) > most and method.name != "__init__"):
+                place = f"{module.path}:{method.lineno} {cls.name}.{method.name}"
+                found.append(f"{place} has logic; a method of an actor is one call")
     return found
 
 

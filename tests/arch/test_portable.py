@@ -29,9 +29,10 @@ def tracked() -> list[str]:
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode == 0:
         return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-    return [
-        file.relative_to(ROOT).as_posix() for file in ROOT.rglob("*") if file.is_file() and ".venv" not in file.parts
-    ]
+    # Not a git checkout: everything but what set-up and the tools make.
+    made = re.compile(r"(^|/)(\.(?!ci/|gitignore)[^/]+|build|runs|wandb|__pycache__|[^/]+\.egg-info)(/|$)")
+    names = (file.relative_to(ROOT).as_posix() for file in ROOT.rglob("*") if file.is_file())
+    return [name for name in names if not made.search(name)]
 
 
 def places(text: str) -> list[str]:

@@ -87,7 +87,7 @@ class Oracle:
             state |= {f"model.layers.{layer}.{name}": tensor for name, tensor in block.items()}
         missing, unexpected = self.model.load_state_dict(state, strict=False)
         assert not unexpected and all("inv_freq" in name for name in missing), (missing, unexpected)
-        self._modeling = modeling
+        self.modeling = modeling
         self._build_mtp(config, params)
 
     def _build_mtp(self, config: ModelConfig, params: dict[str, Tensor]) -> None:
@@ -96,9 +96,9 @@ class Oracle:
         mtp_config.mlp_layer_types = [*self.config.mlp_layer_types, "moe"]
         mtp_config.num_hidden_layers = config.num_hidden_layers + 1
         self._mtp_config = mtp_config
-        self._mtp_block = self._modeling.DeepseekV4DecoderLayer(mtp_config, config.num_hidden_layers).eval()
+        self._mtp_block = self.modeling.DeepseekV4DecoderLayer(mtp_config, config.num_hidden_layers).eval()
         self._mtp_block.load_state_dict(_block_state(params, "mtp.0."), strict=True)
-        self._mtp_head = self._modeling.DeepseekV4HyperHead(mtp_config).eval()
+        self._mtp_head = self.modeling.DeepseekV4HyperHead(mtp_config).eval()
         self._mtp_head.load_state_dict(
             {f"hc_{part}": params[f"mtp.0.hc_head_{part}"] for part in ("fn", "base", "scale")}
         )
@@ -108,6 +108,24 @@ class Oracle:
     def logits(self, token_ids_BT: Tensor) -> Tensor:
         """Logits of whole sequences, [B, T, V]."""
         return self.model(token_ids_BT, use_cache=False).logits
+
+    def gradients(self, token_ids_BT: Tensor, cotangent_BTV: Tensor) -> dict[str, Tensor]:
+        """Gradients of sum(logits * cotangent) by canonical name, of every trunk tensor that gets one."""
+        self.model.zero_grad()
+        (self.model(token_ids_BT, use_cache=False).logits * cotangent_BTV).sum().backward()
+        theirs = {name: tensor.grad for name, tensor in self.model.named_parameters() if tensor.grad is not None}
+        self.model.zero_grad()
+        ours = {name: theirs[other] for name, other in _TRUNK_NAMES.items()}
+        for layer in range(self.config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            ours |= {
+                f"layers.{layer}.{name}": theirs[prefix + other]
+                for name, other in _BLOCK_NAMES.items()
+                if prefix + other in theirs
+            }
+            w1, w3 = theirs[prefix + "mlp.experts.gate_up_proj"].chunk(2, dim=1)
+            ours |= {f"layers.{layer}.ffn.experts.w1.weight": w1, f"layers.{layer}.ffn.experts.w3.weight": w3}
+        return ours
 
     @torch.no_grad()
     def streams(self, token_ids_BT: Tensor) -> Tensor:

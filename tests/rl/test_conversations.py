@@ -31,8 +31,7 @@ class Copies:
             split=split,
             index=index,
             messages=(Message(role="user", content=text),),
-            answer=text,
-            demonstration=text if self.demonstrated else None,
+            answer=text if self.demonstrated else None,
         )
 
     def score(self, example: Example, text: str) -> Score:

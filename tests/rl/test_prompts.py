@@ -28,7 +28,7 @@ class Numbers:
         assert 0 <= index < self._size
         message = Message(role="user", content=str(index))
         return Example(
-            task=self.name, split=split, index=index, messages=(message,), answer=str(index), demonstration=str(index)
+            task=self.name, split=split, index=index, messages=(message,), answer=str(index)
         )
 
     def score(self, example: Example, text: str) -> Score:
