@@ -17,7 +17,7 @@ import msgspec
 
 from rollforward.conf import console
 from rollforward.conf.errors import RunDirError, UsageError
-from rollforward.conf.load import config_groups, load_config, to_yaml, write_resolved
+from rollforward.conf.load import config_groups, load_config, set_library_environment, to_yaml, write_resolved
 from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names
 from rollforward.conf.schema import nearest, schema_fields
 
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done; 2 a mistake that the user can put right, told in a line or two; 130 interrupted; otherwise what the
         verb's main returned.
     """
+    set_library_environment()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)

@@ -27,13 +27,14 @@ from rollforward.conf.schema import Step, has_parts, nearest, schema_fields, unk
 
 __all__ = [
     "CONFIG_DIR",
+    "LIBRARY_ENVIRONMENT",
     "compose_data",
     "config_groups",
     "decode",
     "environment_variable",
     "load_config",
     "read_yaml",
-    "set_environment",
+    "set_library_environment",
     "to_yaml",
     "write_resolved",
 ]
@@ -52,9 +53,21 @@ def environment_variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def set_environment(values: Mapping[str, str]) -> None:
-    """Sets variables of this process that a library reads and takes no argument for (DeepSpeed's LOCAL_RANK)."""
-    os.environ.update(values)
+LIBRARY_ENVIRONMENT: Mapping[str, str] = {
+    # Threads that wait sleep instead of spinning: on a shared machine spinning costs a multiple of the work itself.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # DeepSpeed looks for an accelerator and warns; this version computes on the CPU.
+    "DS_ACCELERATOR": "cpu",
+    # DeepSpeed asks for it in every process; ranks of one machine are told apart by the process group.
+    "LOCAL_RANK": "0",
+}
+"""Variables that libraries read when they are imported and take no argument for; what the user has set is kept."""
+
+
+def set_library_environment() -> None:
+    """Sets LIBRARY_ENVIRONMENT in this process and its children. To be called before torch is imported."""
+    for name, value in LIBRARY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def config_groups(config_dir: Path = CONFIG_DIR) -> dict[str, tuple[str, ...]]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rollforward.conf import console
-from rollforward.conf.load import set_environment
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group
@@ -49,7 +48,6 @@ def main(run: SFTRun) -> int:
     )
     parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens)
     torch.set_num_threads(run.rollout.threads)
-    set_environment({"LOCAL_RANK": "0"})
     join_group(run_dir / f".rendezvous-{uuid.uuid4().hex}", rank=0, num_ranks=1)
     tracker = Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run))
     try:

@@ -9,6 +9,7 @@ import msgspec
 import ray
 
 from rollforward.conf import console
+from rollforward.conf.load import LIBRARY_ENVIRONMENT
 from rollforward.rl.actors import LearnerActor, LearnerHandle
 from rollforward.rl.config import RLRun
 from rollforward.rl.controller import WEIGHTS_NAME, Controller, RunOutcome
@@ -49,9 +50,9 @@ def main(run: RLRun) -> int:
 
 def _place(run: RLRun, parts: Parts, run_dir: Path) -> tuple[RolloutPool, LearnerHandle]:
     """Start one actor a replica and one learner rank."""
-    environment = {"LOCAL_RANK": "0"}
+    environment = {"env_vars": dict(LIBRARY_ENVIRONMENT)}
     actors = [
-        RolloutActor.options(num_cpus=0).remote(
+        RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
             f"engine-{index}", run_dir / "wal" / f"engine-{index}", parts.model_config, run.precision, run.rollout
         )
         for index in range(run.rollout.engines)
@@ -65,7 +66,7 @@ def _place(run: RLRun, parts: Parts, run_dir: Path) -> tuple[RolloutPool, Learne
         threads=run.cluster.learner_threads,
     )
     rendezvous = run_dir / f".rendezvous-{uuid.uuid4().hex}"
-    learner = LearnerActor.options(num_cpus=0, runtime_env={"env_vars": environment}).remote(settings, 0, 1, rendezvous)
+    learner = LearnerActor.options(num_cpus=0, runtime_env=environment).remote(settings, 0, 1, rendezvous)
     return RolloutPool(actors), LearnerHandle(learner)
 
 

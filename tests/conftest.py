@@ -11,6 +11,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from rollforward.conf.load import set_library_environment
+
+# Before anything imports torch; the command line does the same.
+set_library_environment()
+
 # `from tests.helpers.x import y` works from every test, without the repository on sys.path (where `kernels` and `model`
 # would shadow distributions of those names).
 _tests = sys.modules.setdefault("tests", types.ModuleType("tests"))

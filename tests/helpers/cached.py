@@ -14,7 +14,7 @@ from rollforward.model.transformer import Model
 class CachedSequences:
     """A cache whose blocks are dealt to slots at random; rows that no sequence has written hold NaN.
 
-    ``restart`` begins another sequence in a slot. It clears nothing, as an engine does not: what the last one left is there.
+    ``restart`` begins another sequence in a slot. As in an engine, it clears nothing: what the last one left stays.
     """
 
     def __init__(self, model: Model, *, num_slots: int, max_tokens: int, seed: int = 0) -> None:

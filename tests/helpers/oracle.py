@@ -86,7 +86,8 @@ class Oracle:
             block = _block_state(params, f"layers.{layer}.")
             state |= {f"model.layers.{layer}.{name}": tensor for name, tensor in block.items()}
         missing, unexpected = self.model.load_state_dict(state, strict=False)
-        assert not unexpected and all("inv_freq" in name for name in missing), (missing, unexpected)
+        assert not unexpected, unexpected
+        assert all("inv_freq" in name for name in missing), missing
         self.modeling = modeling
         self._build_mtp(config, params)
 
@@ -102,7 +103,7 @@ class Oracle:
         self._mtp_head.load_state_dict(
             {f"hc_{part}": params[f"mtp.0.hc_head_{part}"] for part in ("fn", "base", "scale")}
         )
-        self._mtp = {name: params[f"mtp.0.{name}.weight"] for name in ("enorm", "hnorm", "norm", "e_proj", "h_proj")}
+        self.mtp = {name: params[f"mtp.0.{name}.weight"] for name in ("enorm", "hnorm", "norm", "e_proj", "h_proj")}
 
     @torch.no_grad()
     def logits(self, token_ids_BT: Tensor) -> Tensor:
@@ -146,10 +147,10 @@ class Oracle:
         eps = self.config.rms_norm_eps
 
         def norm(x: Tensor, name: str) -> Tensor:
-            return functional.rms_norm(x, (x.shape[-1],), self._mtp[name], eps)
+            return functional.rms_norm(x, (x.shape[-1],), self.mtp[name], eps)
 
-        embedded = norm(self.model.model.embed_tokens(next_ids), "enorm") @ self._mtp["e_proj"].T
-        x = embedded.unsqueeze(2) + norm(streams, "hnorm") @ self._mtp["h_proj"].T
+        embedded = norm(self.model.model.embed_tokens(next_ids), "enorm") @ self.mtp["e_proj"].T
+        x = embedded.unsqueeze(2) + norm(streams, "hnorm") @ self.mtp["h_proj"].T
         position = torch.arange(x.shape[1])[None]
         rotary = self.model.model.rotary_emb
         tables = {kind: rotary(x, position_ids=position, layer_type=kind) for kind in ("main", "compress")}

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.rowwise import row_sum, sigmoid, silu, softplus, take_rows, tree_sum
+from tests.helpers.bits import different_bits, torch_threads
 
 EDGE_VALUES = [-200.0, -88.0, -20.0, -1.0, -0.0, 0.0, 1e-30, 0.5, 20.0, 88.0, 200.0]
 

@@ -6,11 +6,11 @@ Not proven here: that decode on it equals prefill (parity/test_bit_contract.py);
 import msgspec
 import pytest
 import torch
-from tests.helpers.tiny import tiny_config
 
 from rollforward.model.cache import CacheView, allocate_cache, block_tokens, cache_planes, copy_sequence, window_slots
 from rollforward.model.config import preset
 from rollforward.model.segments import Segment, SegmentBatch
+from tests.helpers.tiny import tiny_config
 
 
 def test_planes_of_the_tiny_preset():
@@ -85,7 +85,10 @@ def test_entries_go_to_their_sequences_blocks():
 
 
 def test_copy_takes_every_plane_and_leaves_the_rest():
-    storage = {"a.window": torch.arange(4.0).view(4, 1, 1).clone(), "a.entries": torch.arange(8.0).view(8, 1, 1).clone()}
+    storage = {
+        "a.window": torch.arange(4.0).view(4, 1, 1).clone(),
+        "a.entries": torch.arange(8.0).view(8, 1, 1).clone(),
+    }
     copy_sequence(storage, (1, (2, 7)), [(0, (3, 4, 5)), (3, (6, 1, 0))])
     assert storage["a.window"].flatten().tolist() == [1, 1, 2, 1]
     assert storage["a.entries"].flatten().tolist() == [0, 7, 2, 2, 7, 5, 2, 7]

@@ -8,13 +8,13 @@ import math
 import msgspec
 import pytest
 import torch
-from tests.helpers.tiny import tiny_config
 from torch import Tensor
 
 from rollforward.kernels.moe.experts import clamped_swiglu
 from rollforward.model.moe import moe
 from rollforward.model.numerics import Numerics
 from rollforward.model.weights import MoEWeights
+from tests.helpers.tiny import tiny_config
 
 FP32 = Numerics("fp32")
 

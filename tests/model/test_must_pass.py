@@ -1,13 +1,13 @@
 """The must-pass list of the model specification (section 8.4), item by item.
 
-1. Fixed vectors: kernels/mhc/test_sinkhorn.py, kernels/attention/test_rope.py, kernels/moe/test_gate.py, kernels/quant/.
+1. Fixed vectors: kernels/mhc/test_sinkhorn.py, attention/test_rope.py, moe/test_gate.py, quant/.
 2. Prefill(T) ends on the full run's row: parity/test_oracle.py::test_shorter_prompts_end_on_the_full_runs_row.
 3. Prefill + decode = full: parity/test_oracle.py::test_decode_after_a_prefix, parity/test_bit_contract.py.
 4. Odd chunks: parity/test_oracle.py::test_chunked_prefill, parity/test_bit_contract.py.
 5. Packed = separate: parity/test_oracle.py::test_packed_sequences_equal_separate_ones, and here.
 6. State reset between sequences: here, for prompts that complete no entry.
 7. Speculative rollback: no drafts in this version.
-8. A prefix that ends inside blocks and windows: here and parity/test_bit_contract.py::test_copied_prefill_equals_the_own_one.
+8. A prefix that ends inside blocks and windows: here and parity/test_bit_contract.py::test_copied_prefill_*.
 9. tid2eid stays integer: here, through publishing, saving and loading; kernels side in model/test_moe.py.
 10. FP4 -> FP8 -> value: kernels/quant/test_mxfp4.py.
 11. Byte count of an exported checkpoint: model/test_plan.py.
@@ -16,14 +16,14 @@
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits
-from tests.helpers.cached import CachedSequences
-from tests.helpers.tiny import oracle_config, random_params, random_tokens, tiny_config
 
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.precision import pack_published, published_value, unpack_published
 from rollforward.model.shapes import param_specs
 from rollforward.model.transformer import Model, packed_batch
+from tests.helpers.bits import different_bits
+from tests.helpers.cached import CachedSequences
+from tests.helpers.tiny import oracle_config, random_params, random_tokens, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,11 @@ def test_6_a_short_prompt_does_not_mix_with_the_slots_last_sequence(model, lengt
     for leftover in (random_tokens(model.config, (299,), seed=77), random_tokens(model.config, (131,), seed=78)):
         cache.run(0, leftover, 150)
         cache.restart(0)
-        rows = [cache.step([(0, token_T[:length])])[0], cache.run(0, token_T[length:12], 1), cache.run(0, token_T[12:], 18)]
+        rows = [
+            cache.step([(0, token_T[:length])])[0],
+            cache.run(0, token_T[length:12], 1),
+            cache.run(0, token_T[12:], 18),
+        ]
         assert different_bits(torch.cat(rows), alone) == 0
         cache.restart(0)
 

@@ -5,11 +5,11 @@ Not proven here: the frequencies' values (kernels/attention/test_rope.py).
 
 import msgspec
 import torch
-from tests.helpers.bits import different_bits
 
 from rollforward.kernels.attention.rope import rope_frequencies
 from rollforward.model.config import preset
 from rollforward.model.rope import TABLE_STEP, rope_table
+from tests.helpers.bits import different_bits
 
 
 def angle_of_pair(table, pair: int) -> float:

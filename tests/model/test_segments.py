@@ -71,9 +71,11 @@ def test_window_keys_are_the_last_w_tokens(pieces, window, has_cache):
         assert got == [(segment, p) for p in range(max(0, position - window + 1), position + 1)]
         # A key's place in its tile is its position's, so that the order of sums is the position's alone.
         assert [column % TILE for column in columns] == [p % TILE for _, p in got]
-    for group in range(index.key_GS.shape[0]):  # absent queries see nothing
+    for group in range(index.key_GS.shape[0]):
         absent = batch.query_GQ[group] == batch.num_tokens
-        assert not bool(index.visible_GQS[group, absent].any())
+        assert not bool(index.visible_GQS[group, absent].any())  # absent queries see nothing
+        stale = [row for row in index.key_GS[group].tolist() if labels[row] == NOBODY]
+        assert set(stale) <= {len(labels) - 1}  # a ring row that holds no token of the sequence is not even gathered
 
 
 @given(
@@ -109,6 +111,9 @@ def test_entries_read_their_windows_and_are_seen_from_their_last_token_on(pieces
         columns = index.visible_GQS[group, query].nonzero().flatten().tolist()
         assert columns == [s for s in range(1000) if (s + 1) * ratio - 1 <= position]
         assert [int(index.key_GS[group, s]) for s in columns] == [where[segment, s] for s in columns]
+        exists = batch.segments[segment].end // ratio
+        absent = {0} if has_cache else {len(made)}
+        assert set(index.key_GS[group, exists:].tolist()) <= absent  # block 0, or the zero row
 
 
 def _entry_places(batch, index, made, per_block):

@@ -10,8 +10,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.bits import different_bits, torch_threads
-from tests.helpers.tiny import random_params, random_tokens, tiny_config
 
 from rollforward.kernels.loss.logprob import token_logprob
 from rollforward.model.cache import allocate_cache
@@ -21,6 +19,8 @@ from rollforward.model.errors import ModelError, ModelInputError
 from rollforward.model.segments import Segment, SegmentBatch
 from rollforward.model.shapes import param_specs
 from rollforward.model.transformer import Model, load_model, packed_batch
+from tests.helpers.bits import different_bits, torch_threads
+from tests.helpers.tiny import random_params, random_tokens, tiny_config
 
 
 @pytest.fixture(scope="module")

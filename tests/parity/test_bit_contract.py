@@ -9,25 +9,26 @@ Not proven here: that the values are right (test_oracle.py); other machine types
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.bits import different_bits, torch_threads
-from tests.helpers.cached import CachedSequences
-from tests.helpers.tiny import oracle_config, random_params, random_tokens, tiny_config
 from torch import Tensor
 
 from rollforward.kernels.loss.logprob import token_logprob
 from rollforward.model.config import ModelConfig
 from rollforward.model.transformer import Model, packed_batch
+from tests.helpers.bits import different_bits, torch_threads
+from tests.helpers.cached import CachedSequences
+from tests.helpers.tiny import oracle_config, random_params, random_tokens, tiny_config
 
 LENGTH = 141
 SEQUENCES = 5
 SLOTS = 3
 TEMPERATURE = 0.7
-# Around every boundary of the tiny preset: ratios 4 and 32, window 16, tiles of 64, top-k full at 8 entries = 35 tokens.
+# Around every boundary of the tiny preset: ratios 4 and 32, window 16, tiles of 64, top-k full with 8 entries.
 EDGES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 18, 31, 32, 33, 35, 36, 37, 63, 64, 65, 66, 79, 80, 95, 96, 97, 127, 128, 129)
 lengths = st.one_of(st.sampled_from(EDGES), st.integers(1, LENGTH - 1))
 many_cases = settings(
@@ -84,7 +85,7 @@ def setup(request) -> Setup:
 
 
 def check_rows(setup: Setup, sequence: int, start: int, logits_TV: Tensor) -> None:
-    """Compare logits and log-probs of rows start, start + 1, ... of a sequence with the training forward, bit by bit."""
+    """Compare logits and log-probs of rows start, start + 1, ... with the training forward, bit by bit."""
     rows = slice(start, start + len(logits_TV))
     assert different_bits(logits_TV, setup.logits_BTV[sequence, rows]) == 0, (sequence, rows)
     next_T = setup.token_BT[sequence, 1:][rows]
@@ -102,7 +103,7 @@ def schedules(draw):
         if draw(st.booleans()):  # end with single tokens: decode
             cuts |= {cut for cut in range(length - 3, length) if cut > 0}
         bounds = [0, *sorted(cuts), length]
-        pieces.append([stop - start for start, stop in zip(bounds, bounds[1:], strict=False)])
+        pieces.append([stop - start for start, stop in pairwise(bounds)])
     forwards, rest = [], [list(sizes) for sizes in pieces]
     while any(rest):
         waiting = [slot for slot, sizes in enumerate(rest) if sizes]

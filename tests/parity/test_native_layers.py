@@ -5,26 +5,25 @@ quantiser ours may differ from the oracle's by 1e-5; after it 99.9 % of the code
 written here from the specification (section 4), and the rest are one code away. From there on the oracle continues with
 OUR quantised values: else one code that falls to the other side would be counted again in everything behind it.
 
-Not proven here: all 16 codes and all scales (kernels/quant/), weights' formats (kernels/quant/, model/test_precision.py).
+Not proven here: all 16 codes and all scales (kernels/quant/), formats of weights (model/test_precision.py).
 """
 
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tests.helpers.bits import relative_error
-from tests.helpers.oracle import Oracle
-from tests.helpers.tiny import oracle_config, random_params, random_tokens
 from torch import Tensor
 
 from rollforward.model import attention as attention_module
 from rollforward.model.attention import AttentionContext, attention
-from rollforward.model.config import ModelConfig
 from rollforward.model.moe import moe
 from rollforward.model.numerics import Numerics
 from rollforward.model.rope import rope_table
-from rollforward.model.transformer import Model, packed_batch
+from rollforward.model.transformer import Model, Transformer, packed_batch
 from rollforward.model.weights import published_tensors
+from tests.helpers.bits import relative_error
+from tests.helpers.oracle import Oracle
+from tests.helpers.tiny import oracle_config, random_params, random_tokens
 
 TOLERANCE = 1e-5
 EQUAL_CODES = 0.999
@@ -242,7 +241,7 @@ def run_attention(case: Case, layer: int, monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 def check_compressor(case: Case, codes: Codes, layer: int, latent: Tensor, numerics: RecordingNumerics):
-    """Compare the entries; for CSA return our (index keys, index queries, scores, rounded scores, oracle's scores) too."""
+    """Compare the entries and return ours; for CSA also (our rounded scores, the oracle's scores, visibility)."""
     config = case.ours.config
     compressor = case.oracle.layer(layer).self_attn.compressor
     captured = []
@@ -372,6 +371,25 @@ def test_attention_of_every_layer(case, monkeypatch):
 def test_moe_of_every_layer(case):
     for layer in range(case.ours.config.num_hidden_layers):
         check_moe(case, layer)
+
+
+@torch.no_grad()
+def test_mtp_projections(case):
+    # The module's block is one more window layer; its two projections have quantised inputs of their own.
+    config, oracle, codes = case.ours.config, case.oracle, Codes()
+    streams_TMD = oracle.streams(case.token_T[None])[0, :-1]
+    next_T, numerics = case.token_T[1:], RecordingNumerics("native")
+    transformer = Transformer(config, "native")
+    transformer.numerics = numerics
+    transformer.mtp_streams(case.ours.weights, streams_TMD, next_T, packed_batch(config, [LENGTH - 1]))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), oracle.mtp[name], config.rms_norm_eps)
+
+    embedded = norm(oracle.model.model.embed_tokens(next_T), "enorm")
+    check_fp8(codes, "embedding", numerics.take("gemm_input"), embedded)
+    check_fp8(codes, "streams", numerics.take("gemm_input"), norm(streams_TMD, "hnorm").flatten(0, 1))
+    codes.check()
 
 
 def test_quantisers_of_this_file_give_the_vectors_of_the_specification():

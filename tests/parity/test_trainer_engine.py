@@ -145,13 +145,9 @@ def test_what_is_published_is_what_is_read_and_acknowledged(trainer: Trainer, tm
     assert [path.name for path in sorted(root.iterdir())] == ["v000001"]
     read, read_config, packed = read_published(version_directory(root, 1))
     assert (read, read_config) == (manifest, config)
-    check_acknowledgement(
-        manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=tensor_hashes(packed))
-    )
+    check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=tensor_hashes(packed)))
     with pytest.raises(WeightsError, match="holds version 0, published is 1"):
-        check_acknowledgement(
-            manifest, WeightsAck(replica="engine-0", policy_version=0, tensors=tensor_hashes(packed))
-        )
+        check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=0, tensors=tensor_hashes(packed)))
     partial = {name: value for name, value in tensor_hashes(packed).items() if name != "layers.0.ffn.gate.tid2eid"}
     with pytest.raises(WeightsError, match=r"layers\.0\.ffn\.gate\.tid2eid"):
         check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=partial))

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.attention.compress import pool_window
+from tests.helpers.bits import different_bits, torch_threads
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.attention.index_topk import index_scores, select_entries
 from rollforward.kernels.attention.index_topk_ref import ordered_key, stable_top
 from rollforward.kernels.errors import ShapeError
+from tests.helpers.bits import different_bits, torch_threads
 
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38]
 scores_lists = st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=32)), min_size=1, max_size=20)

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits
 
 from rollforward.kernels.attention.rope import rope, rope_frequencies, rope_tables
+from tests.helpers.bits import different_bits
 
 YARN_VALUES = {
     0: 1.0,

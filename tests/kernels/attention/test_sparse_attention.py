@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.attention.sparse_attention import sparse_attention
 from rollforward.kernels.errors import ShapeError
+from tests.helpers.bits import different_bits, torch_threads
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,7 +60,9 @@ def test_every_head_has_its_own_sink():
 def test_equals_the_written_out_form():
     q, kv, visible, sink = random_case()
     expected = plain_attention(q.double(), kv.double(), visible, sink.double(), 0.25)
-    torch.testing.assert_close(sparse_attention(q, kv, visible, sink, scale=0.25).double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        sparse_attention(q, kv, visible, sink, scale=0.25).double(), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_queries_without_keys_give_zeros_and_no_nan():
@@ -122,7 +124,10 @@ def test_bits_belong_to_the_query(threads):
         whole = sparse_attention(q, kv, visible, sink, scale=80**-0.5)
         for group, start, stop in ((0, 0, 1), (3, 63, 64), (1, 10, 27), (2, 0, 64)):
             part = sparse_attention(
-                q[group : group + 1, start:stop], kv[group : group + 1], visible[group : group + 1, start:stop], sink,
+                q[group : group + 1, start:stop],
+                kv[group : group + 1],
+                visible[group : group + 1, start:stop],
+                sink,
                 scale=80**-0.5,
             )
             assert different_bits(part, whole[group : group + 1, start:stop]) == 0, (group, start, stop)

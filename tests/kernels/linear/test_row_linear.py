@@ -5,10 +5,10 @@ Not proven here: other machines' GEMMs; the contract is per machine type.
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.errors import ShapeError
 from rollforward.kernels.linear.row_linear import row_linear, tile_matmul
+from tests.helpers.bits import different_bits, torch_threads
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -36,7 +36,9 @@ def test_any_number_of_rows(rows):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("width", "outputs"), [(48, 8), (128, 320), (33, 7), (512, 4), (128, 1), (80, 512)])
+@pytest.mark.parametrize(
+    ("width", "outputs"), [(48, 8), (128, 320), (33, 7), (512, 4), (128, 1), (80, 512), (4096, 24)]
+)
 def test_bits_do_not_depend_on_the_batch(threads, width, outputs):
     x_TK, w_NK = normal(150, width), normal(outputs, width, seed=1)
     with torch_threads(threads):

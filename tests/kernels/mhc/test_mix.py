@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.errors import ShapeError
 from rollforward.kernels.mhc.mix import mhc_head, mhc_mix, mhc_post, mhc_pre
+from tests.helpers.bits import different_bits, torch_threads
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -62,8 +62,9 @@ def test_mix_uses_one_statistic_over_all_streams():
     scaled = mhc_mix(streams * 8, fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-12)
     for got, expected in zip(scaled, (pre, post, comb), strict=True):
         torch.testing.assert_close(got, expected)
-    one_stream = mhc_mix(streams * torch.tensor([8.0, 1, 1, 1]).view(1, 4, 1), fn, base, scale, iters=20, eps=1e-6,
-                         norm_eps=1e-12)
+    one_stream = mhc_mix(
+        streams * torch.tensor([8.0, 1, 1, 1]).view(1, 4, 1), fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-12
+    )
     assert (one_stream[0] - pre).abs().max() > 1e-2
 
 

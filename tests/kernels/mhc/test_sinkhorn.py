@@ -5,9 +5,9 @@ Not proven here: how the logits come about (test_mix.py).
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.mhc.sinkhorn import sinkhorn
+from tests.helpers.bits import different_bits, torch_threads
 
 START = [[0.0, 1, 2, 3], [3, 0, 1, 2], [-1, 4, 0, 0], [2, 2, -3, 1]]
 RESULT = [

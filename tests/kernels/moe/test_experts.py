@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.moe.experts import clamped_swiglu, routed_experts
 from rollforward.kernels.moe.permute_ref import permute_plan_ref
+from tests.helpers.bits import different_bits, torch_threads
 
 ROW_TILE = 16
 
@@ -79,7 +79,8 @@ def test_equals_the_written_out_form_and_its_gradient(limit):
     torch.testing.assert_close(ours, plain)
     cotangent = normal(*ours.shape, seed=8, dtype=torch.float64)
     for got, expected in zip(
-        torch.autograd.grad((ours * cotangent).sum(), parts), torch.autograd.grad((plain * cotangent).sum(), parts),
+        torch.autograd.grad((ours * cotangent).sum(), parts),
+        torch.autograd.grad((plain * cotangent).sum(), parts),
         strict=True,
     ):
         torch.testing.assert_close(got, expected)

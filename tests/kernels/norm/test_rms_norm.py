@@ -5,9 +5,9 @@ Not proven here: where the model normalises (parity/test_oracle.py).
 
 import pytest
 import torch
-from tests.helpers.bits import different_bits, torch_threads
 
 from rollforward.kernels.norm.rms_norm import rms_norm
+from tests.helpers.bits import different_bits, torch_threads
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,0 +1,120 @@
+"""A small run without Ray: real tasks, tokenizer, learner, replicas and log, in one process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollforward.model.checkpoint import write_checkpoint
+from rollforward.model.config import preset
+from rollforward.model.init import fresh_params
+from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
+from rollforward.rl.config import RLRun
+from rollforward.rl.controller import Controller
+from rollforward.rl.conversations import tokenizer_texts
+from rollforward.rl.learner import Learner, LearnerSettings
+from rollforward.rl.setup import load_parts
+from rollforward.rl.tasks.registry import build_tasks
+from rollforward.rl.tracker import Tracker
+from rollforward.rollout.replica import Replica
+from rollforward.rollout.router import merge_completions, split_requests
+from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.weights import WeightsAck
+from tests.helpers.ranks import join_alone
+
+TASK = {
+    "type": "reasoning_gym",
+    "name": "chain_sum",
+    "dataset": "chain_sum",
+    "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "partial_credit": False,
+    "train_size": 500,
+    "heldout_size": 12,
+}
+
+
+def small_run(run_dir: Path, model_dir: Path, **changes: Any) -> RLRun:
+    """A run of 3 steps with 4 prompts of 2 members."""
+    values: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model_dir": str(model_dir),
+        "tasks": [TASK],
+        "algo": {"type": "grpo", "group_size": 2},
+        "optim": {"lr": 1e-3},
+        "sampling": {"max_new_tokens": 6},
+        "steps": 3,
+        "prompts_per_step": 4,
+        "micro_batch_tokens": 128,
+        "max_prompt_tokens": 40,
+        "eval": {"prompts": 4, "every_steps": 3},
+        "checkpoint_every_steps": 1,
+        "tracker": {"mode": "disabled"},
+        "rollout": {"threads": 1, "wal": {"level": "process"}},
+        "cluster": {"learner_threads": 1},
+    }
+    return msgspec.convert(values | changes, RLRun)
+
+
+def write_model(directory: Path, *, seed: int = 0) -> Path:
+    """A fresh tiny model with a tokenizer for TASK."""
+    run = small_run(directory, directory)
+    tokenizer = train_tokenizer(tokenizer_texts(build_tasks(run.tasks), 200), TokenizerConfig(vocab_size=384))
+    config = msgspec.structs.replace(preset("tiny"), vocab_size=tokenizer.vocab_size)
+    files = {"tokenizer.json": tokenizer.serialized.encode()}
+    write_checkpoint(directory, config, fresh_params(config, seed=seed), precision="fp32", extra_files=files)
+    return directory
+
+
+class LocalRollout:
+    """Replicas in this process behind the interface of the pool."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = list(replicas)
+        self.num_requests = 0
+
+    def load_weights(self, directory: Path) -> list[WeightsAck]:
+        return [replica.load_weights(directory) for replica in self.replicas]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.num_requests += len(requests)
+        shares = split_requests(requests, len(self.replicas))
+        answers = [replica.generate(share) for replica, share in zip(self.replicas, shares, strict=True)]
+        return merge_completions(requests, answers)
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+
+
+def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
+    """Everything of one process of the run, as rl/train.py places it on Ray."""
+    run_dir = Path(run.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    join_alone(run_dir)
+    parts = load_parts(Path(run.model_dir), run.tasks, max_prompt_tokens=run.max_prompt_tokens)
+    settings = LearnerSettings(
+        model_dir=run.model_dir,
+        algorithm=run.algo,
+        optim=run.optim,
+        precision=run.precision,
+        temperature=run.sampling.temperature,
+        threads=1,
+    )
+    learner = Learner(settings)
+    replicas = [
+        Replica(
+            f"engine-{index}",
+            run_dir / "wal" / f"engine-{index}",
+            parts.model_config,
+            precision=run.precision,
+            config=run.rollout,
+        )
+        for index in range(run.rollout.engines)
+    ]
+    rollout = LocalRollout(replicas)
+    tracker = Tracker(run_dir, run.tracker, run_config={})
+    controller = Controller(
+        run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
+    )
+    return controller, learner, rollout

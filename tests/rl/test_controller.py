@@ -1,0 +1,153 @@
+"""Proves: the loop does the same thing interrupted or not, with one replica or several; nothing runs on unproven weights.
+
+Real learner, replicas, log and checkpoints in one process; only Ray is absent (tests/e2e has it).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollforward.model.metrics import Metric
+from rollforward.rl.batch import PackedBatch
+from rollforward.rl.controller import RunOutcome
+from rollforward.rl.learner import Learner
+from rollforward.rollout.errors import WeightsError
+from rollforward.rollout.wal_recovery import recover
+from rollforward.rollout.weights import read_published, version_directory
+from tests.helpers.runs import build_controller, small_run, write_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def _finish(run_dir: Path, model_dir: Path, **changes: object) -> tuple[RunOutcome, dict[str, str]]:
+    """Run to the end; the outcome and the hashes of the final weights."""
+    run = small_run(run_dir, model_dir, **changes)
+    controller, _, rollout = build_controller(run)
+    outcome = controller.run()
+    rollout.close()
+    manifest, _, _ = read_published(version_directory(run_dir / "weights", run.steps))
+    return outcome, manifest.tensors
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunOutcome, dict[str, str]]:
+    return _finish(tmp_path_factory.mktemp("undisturbed") / "run", model_dir)
+
+
+def test_engine_and_trainer_agree_to_the_bit(undisturbed: tuple[RunOutcome, dict[str, str]]) -> None:
+    outcome, _ = undisturbed
+    assert outcome.rollout_probs_diff_max == 0.0
+    assert outcome.steps == 3 and outcome.trained_tokens > 0
+
+
+@pytest.mark.parametrize("engines", [2, 3])
+def test_the_number_of_replicas_changes_no_weight(
+    undisturbed: tuple[RunOutcome, dict[str, str]], model_dir: Path, tmp_path: Path, engines: int
+) -> None:
+    rollout = {"threads": 1, "wal": {"level": "process"}, "engines": engines, "max_batch_requests": 3}
+    outcome, tensors = _finish(tmp_path / "run", model_dir, rollout=rollout)
+    assert tensors == undisturbed[1]
+    assert outcome.before == undisturbed[0].before and outcome.after == undisturbed[0].after
+
+
+def test_micro_batches_change_the_weights_by_rounding_only(
+    undisturbed: tuple[RunOutcome, dict[str, str]], model_dir: Path, tmp_path: Path
+) -> None:
+    outcome, _ = _finish(tmp_path / "run", model_dir, micro_batch_tokens=46)
+    assert outcome.rollout_probs_diff_max == 0.0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+class _Kill(Exception):
+    """The process ended here."""
+
+
+class _DyingLearner:
+    """A learner whose process ends at its n-th update, before it or after it."""
+
+    def __init__(self, learner: Learner, dies_at: int, *, after_update: bool) -> None:
+        self._learner, self._left, self._after_update = learner, dies_at, after_update
+
+    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
+        self._left -= 1
+        if self._left == 0 and not self._after_update:
+            raise _Kill
+        metrics = self._learner.update(micro_batches)
+        if self._left == 0:
+            raise _Kill
+        return metrics
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._learner, name)
+
+
+@pytest.mark.parametrize(("dies_at", "after_update"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize("checkpoint_every_steps", [1, 2])
+def test_an_interrupted_run_ends_with_the_same_weights(
+    undisturbed: tuple[RunOutcome, dict[str, str]],
+    model_dir: Path,
+    tmp_path: Path,
+    dies_at: int,
+    after_update: bool,
+    checkpoint_every_steps: int,
+) -> None:
+    """Sampled tokens of the interrupted step are answered from the log, not drawn again."""
+    run = small_run(tmp_path / "run", model_dir, checkpoint_every_steps=checkpoint_every_steps)
+    controller, learner, rollout = build_controller(run)
+    controller._learner = _DyingLearner(learner, dies_at, after_update=after_update)  # type: ignore[assignment]
+    with pytest.raises(_Kill):
+        controller.run()
+    for replica in rollout.replicas:
+        replica._log.abandon()
+    logged = recover(tmp_path / "run" / "wal" / "engine-0").num_tokens
+    outcome, tensors = _finish(tmp_path / "run", model_dir, checkpoint_every_steps=checkpoint_every_steps)
+    assert tensors == undisturbed[1]
+    assert outcome.after == undisturbed[0].after and outcome.before == undisturbed[0].before
+    assert outcome.rollout_probs_diff_max == 0.0
+    whole = recover(tmp_path / "run" / "wal" / "engine-0")
+    assert whole.num_tokens > logged or dies_at == 3
+    assert all(request.num_openings == 1 for request in whole.requests.values())
+
+
+def test_a_replica_that_does_not_hold_what_was_published_gets_no_request(model_dir: Path, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", model_dir)
+    controller, _, rollout = build_controller(run)
+    (replica,) = rollout.replicas
+    load = replica.load_weights
+
+    def load_and_corrupt(directory: Path) -> object:
+        load(directory)
+        held = replica._engine.held_tensors()
+        held["norm.weight"].data.view(-1)[0] += 1
+        return replica.acknowledge()
+
+    replica.load_weights = load_and_corrupt  # type: ignore[method-assign,assignment]
+    with pytest.raises(WeightsError, match=r"engine-0 does not hold the published bytes of norm\.weight \(version 0\)"):
+        controller.run()
+    assert rollout.num_requests == 0
+
+
+def test_held_out_answers_and_metrics_are_written(model_dir: Path, tmp_path: Path) -> None:
+    outcome, _ = _finish(tmp_path / "run", model_dir, steps=1, eval={"prompts": 4, "every_steps": 1})
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 1
+    for name in (
+        "actor/pg_loss",
+        "actor/entropy",
+        "actor/grad_norm",
+        "critic/rewards/mean",
+        "response_length/mean",
+        "training/rollout_probs_diff_max",
+        "timing_s/gen",
+        "timing_s/step",
+        "val-core/chain_sum/acc/mean@1",
+    ):
+        assert isinstance(lines[0][name], float | int), name
+    saved = json.loads((tmp_path / "run" / "eval_000001.json").read_text())
+    assert saved[0]["judged"] == 4 and saved[0]["correct"] == outcome.after[0].correct
