@@ -65,13 +65,14 @@ def row_sum(x: Tensor) -> Tensor:
     Returns:
         [..., 1] float32.
 
-    Invariants: row-invariant; zeros to the right of the last non-zero tile are neutral.
+    Invariants: row-invariant, whatever the strides; zeros to the right of the last non-zero tile are neutral.
     """
     width = x.shape[-1]
     padded = -(-width // SUM_TILE) * SUM_TILE
     if padded != width:
         x = functional.pad(x, (0, padded - width))
-    tiles = x.reshape(*x.shape[:-1], padded // SUM_TILE, SUM_TILE).sum(-1)
+    # The library adds a strided row in another order than a contiguous one.
+    tiles = x.contiguous().view(*x.shape[:-1], padded // SUM_TILE, SUM_TILE).sum(-1)
     total = tiles[..., 0]
     for tile in range(1, padded // SUM_TILE):
         total = total + tiles[..., tile]

@@ -11,7 +11,7 @@ INDEX_BITS = 31
 
 def ordered_key(score: Tensor) -> Tensor:
     """Map float32 to int64 so that integer order is the order of the values (-0 equals +0, NaN below all numbers)."""
-    score = torch.where(torch.isnan(score), torch.full_like(score, -torch.inf), score + 0.0)
+    score = torch.where(torch.isnan(score), torch.full_like(score, -torch.inf), score)
     bits = score.contiguous().view(torch.int32).long()
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 

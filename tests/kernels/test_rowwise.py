@@ -75,6 +75,8 @@ def test_row_sum_bits_belong_to_the_row(threads):
         for rows in (slice(0, 1), slice(5, 6), slice(17, 40), slice(599, 600)):
             assert different_bits(row_sum(x[rows]), total[rows]) == 0
         assert different_bits(row_sum(x.t().contiguous().t()), total) == 0
+        whole_tiles = x[:, :128].contiguous()  # needs no padding, which would make it contiguous
+        assert different_bits(row_sum(whole_tiles.t().contiguous().t()), row_sum(whole_tiles)) == 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 12, 32])
@@ -97,18 +99,19 @@ def test_tree_sum_bits_do_not_depend_on_the_other_dimensions(threads):
 def test_take_rows_gathers_and_its_gradient_repeats():
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(50, 33, generator=generator, requires_grad=True)
-    index = torch.randint(0, 4, (700, 3), generator=generator)  # every row many times
-    weight = torch.randn(700, 3, 33, generator=generator)
+    index = torch.randint(0, 4, (20_000, 3), generator=generator)  # every row many times
+    weight = torch.randn(20_000, 3, 33, generator=generator)
     assert different_bits(take_rows(x, index), x[index]) == 0
     gradients = []
-    for _ in range(10):
-        (gradient,) = torch.autograd.grad((take_rows(x, index) * weight).sum(), x)
-        gradients.append(gradient)
+    with torch_threads(2):
+        for _ in range(10):
+            (gradient,) = torch.autograd.grad((take_rows(x, index) * weight).sum(), x)
+            gradients.append(gradient)
     assert all(different_bits(gradient, gradients[0]) == 0 for gradient in gradients)
     expected = torch.zeros(50, 33, dtype=torch.float64)
     for row in range(4):
         expected[row] = weight.double()[index == row].sum(0)
-    torch.testing.assert_close(gradients[0].double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients[0].double(), expected, rtol=1e-3, atol=1e-2)
 
 
 def test_take_rows_takes_an_empty_index():

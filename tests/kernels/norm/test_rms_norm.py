@@ -51,6 +51,7 @@ def test_bits_belong_to_the_row(threads, width):
         whole = rms_norm(x, weight, eps=1e-6)
         for rows in (slice(0, 1), slice(3, 5), slice(100, 117), slice(299, 300)):
             assert different_bits(rms_norm(x[rows].clone(), weight, eps=1e-6), whole[rows]) == 0
+        assert different_bits(rms_norm(x.t().contiguous().t(), weight, eps=1e-6), whole) == 0
         by_head = rms_norm(x.view(100, 3, width), None, eps=1e-6).view(300, width)
         assert different_bits(by_head, rms_norm(x, None, eps=1e-6)) == 0
         assert different_bits(rms_norm(x.clone().requires_grad_(True), weight, eps=1e-6), whole) == 0
