@@ -98,7 +98,8 @@ def test_sft_then_grpo_on_ray(finished: tuple[Path, Path, dict[str, Any]]) -> No
 def test_a_killed_run_ends_with_the_same_weights(
     finished: tuple[Path, Path, dict[str, Any]], tmp_path: Path, after_step: int
 ) -> None:
-    """The driver and everything that it started get SIGKILL a moment after a step was logged, in the middle of the next."""
+    """The driver and everything that it started get SIGKILL a moment after a step was logged, in the middle of the
+    next."""
     recipe, run_dir, _ = finished
     process = subprocess.Popen(
         _command(recipe, tmp_path / "run"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -1,4 +1,5 @@
-"""Proves: a trainer's step is AdamW on the straight-through gradient, micro-batches only add up, a saved trainer goes on
+"""Proves: a trainer's step is AdamW on the straight-through gradient, micro-batches only add up, a saved trainer goes
+on
 bit for bit, and a bad loss changes nothing.
 
 One rank. Not here: several ranks, losses (tests/rl), equality with the engine (tests/parity/test_trainer_engine.py).

@@ -1,5 +1,7 @@
-"""Proves promises P3 and P4 on the CPU: the log-probs of the training forward that backward uses equal the engine's, bit
-for bit, because both hold the same published bytes; one flipped bit of one engine weight breaks the equality and is named.
+"""Proves promises P3 and P4 on the CPU: the log-probs of the training forward that backward uses equal the engine's,
+bit
+for bit, because both hold the same published bytes; one flipped bit of one engine weight breaks the equality and is
+named.
 
 The engine batches, pages and chunks as it likes; the trainer packs whole sequences with autograd on.
 """

@@ -1,4 +1,5 @@
-"""Proves: the loop does the same thing interrupted or not, with one replica or several; nothing runs on unproven weights.
+"""Proves: the loop does the same thing interrupted or not, with one replica or several; nothing runs on unproven
+weights.
 
 Real learner, replicas, log and checkpoints in one process; only Ray is absent (tests/e2e has it).
 """

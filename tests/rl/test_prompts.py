@@ -27,9 +27,7 @@ class Numbers:
     def example(self, index: int, split: Split = "train") -> Example:
         assert 0 <= index < self._size
         message = Message(role="user", content=str(index))
-        return Example(
-            task=self.name, split=split, index=index, messages=(message,), answer=str(index)
-        )
+        return Example(task=self.name, split=split, index=index, messages=(message,), answer=str(index))
 
     def score(self, example: Example, text: str) -> Score:
         return Score(value=0.0, reason=ScoreReason.WRONG)

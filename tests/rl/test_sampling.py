@@ -1,4 +1,5 @@
-"""Proves: requests carry identities, seeds and prompts of the contract; what was sampled is what is trained; failures have
+"""Proves: requests carry identities, seeds and prompts of the contract; what was sampled is what is trained; failures
+have
 no score."""
 
 from typing import Any

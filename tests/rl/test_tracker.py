@@ -1,4 +1,5 @@
-"""Proves: every step is one JSON line, a later process is a later attempt, a torn line does no harm, W&B keeps its id."""
+"""Proves: every step is one JSON line, a later process is a later attempt, a torn line does no harm, W&B keeps its
+id."""
 
 import json
 from pathlib import Path
