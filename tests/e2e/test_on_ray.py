@@ -82,13 +82,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict
 def test_sft_then_grpo_on_ray(finished: tuple[Path, Path, dict[str, Any]]) -> None:
     recipe, run_dir, result = finished
     assert result["rollout_probs_diff_max"] == 0.0
-    assert result["steps"] == 6 and result["tokens"] > 0
+    assert result["steps"] == 6
+    assert result["tokens"] > 0
     assert set(result["tasks"]["chain_sum"]) == {"eval_before", "eval_after"}
     for name in ("model/config.json", "model/tokenizer.json", "metrics.jsonl", "wal/engine-0", "eval_000006.json"):
         assert (run_dir / "grpo" / name).exists(), name
     before = _weights(run_dir)
     again = subprocess.run(_command(recipe, run_dir), capture_output=True, text=True, timeout=60, check=False)
-    assert again.returncode == 0 and again.stderr.count("was finished earlier, kept") == 2
+    assert again.returncode == 0
+    assert again.stderr.count("was finished earlier, kept") == 2
     assert _weights(run_dir) == before
 
 
@@ -107,7 +109,8 @@ def test_a_killed_run_ends_with_the_same_weights(
     metrics = tmp_path / "run" / "grpo" / "metrics.jsonl"
     deadline_s = time.monotonic() + 240
     while not metrics.exists() or len(metrics.read_text().splitlines()) < after_step:
-        assert process.poll() is None and time.monotonic() < deadline_s
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

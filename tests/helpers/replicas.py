@@ -40,18 +40,18 @@ def make_requests(
 ) -> list[Request]:
     """One prompt of random tokens per length, `members` requests each."""
     vocab_size = tiny_config().vocab_size
-    requests = []
+    requests: list[Request] = []
     for prompt, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(100 + prompt)
         ids = torch.randint(2, vocab_size, (length,), generator=generator).numpy().astype(np.int32)
-        for member in range(members):
-            requests.append(
-                Request(
-                    id=RequestId(0, prompt, member),
-                    prompt_ids=ids,
-                    seed=request_seed(7, 0, prompt, member),
-                    sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature),
-                    policy_version=version,
-                )
+        requests += [
+            Request(
+                id=RequestId(0, prompt, member),
+                prompt_ids=ids,
+                seed=request_seed(7, 0, prompt, member),
+                sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature),
+                policy_version=version,
             )
+            for member in range(members)
+        ]
     return requests

@@ -17,7 +17,8 @@ def test_names_shapes_and_repeatability() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["head.weight"], other["head.weight"])
     table = first["layers.0.ffn.gate.tid2eid"]
-    assert table.dtype == torch.int64 and bool((table[:, 0] != table[:, 1]).all())
+    assert table.dtype == torch.int64
+    assert bool((table[:, 0] != table[:, 1]).all())
     assert set(table.unique().tolist()) == set(range(config.n_routed_experts))
 
 

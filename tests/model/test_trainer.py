@@ -5,6 +5,7 @@ bit for bit, and a bad loss changes nothing.
 One rank. Not here: several ranks, losses (tests/rl), equality with the engine (tests/parity/test_trainer_engine.py).
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def _parts(whole: ScoringBatch) -> list[ScoringBatch]:
             target_ids_T=whole.target_ids_T[a:b],
             scored_mask_T=whole.scored_mask_T[a:b],
         )
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
     ]
 
 

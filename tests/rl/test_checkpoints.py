@@ -22,7 +22,8 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, _state(step), _write(str(step)), keep=2)  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000011"]
     found = latest_checkpoint(tmp_path)
-    assert found is not None and found[1] == _state(11)
+    assert found is not None
+    assert found[1] == _state(11)
     assert (found[0] / "data").read_text() == "11"
 
 
@@ -36,7 +37,8 @@ def test_a_write_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         save_checkpoint(tmp_path, _state(2), fail, keep=3)
     found = latest_checkpoint(tmp_path)
-    assert found is not None and found[1].step == 1
+    assert found is not None
+    assert found[1].step == 1
     save_checkpoint(tmp_path, _state(2), _write(), keep=3)  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
@@ -53,5 +55,6 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     else:
         file.write_bytes(content)
     found = latest_checkpoint(tmp_path)
-    assert found is not None and found[1].step == 1
+    assert found is not None
+    assert found[1].step == 1
     assert "step_000002 is damaged" in capsys.readouterr().err

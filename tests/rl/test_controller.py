@@ -43,7 +43,8 @@ def undisturbed(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_engine_and_trainer_agree_to_the_bit(undisturbed: tuple[RunOutcome, dict[str, str]]) -> None:
     outcome, _ = undisturbed
     assert outcome.rollout_probs_diff_max == 0.0
-    assert outcome.steps == 3 and outcome.trained_tokens > 0
+    assert outcome.steps == 3
+    assert outcome.trained_tokens > 0
 
 
 @pytest.mark.parametrize("engines", [2, 3])
@@ -53,7 +54,8 @@ def test_the_number_of_replicas_changes_no_weight(
     rollout = {"threads": 1, "wal": {"level": "process"}, "engines": engines, "max_batch_requests": 3}
     outcome, tensors = _finish(tmp_path / "run", model_dir, rollout=rollout)
     assert tensors == undisturbed[1]
-    assert outcome.before == undisturbed[0].before and outcome.after == undisturbed[0].after
+    assert outcome.before == undisturbed[0].before
+    assert outcome.after == undisturbed[0].after
 
 
 def test_micro_batches_change_the_weights_by_rounding_only(
@@ -65,7 +67,7 @@ def test_micro_batches_change_the_weights_by_rounding_only(
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-class _Kill(Exception):
+class _KilledError(Exception):
     """The process ended here."""
 
 
@@ -78,10 +80,10 @@ class _DyingLearner:
     def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
         self._left -= 1
         if self._left == 0 and not self._after_update:
-            raise _Kill
+            raise _KilledError
         metrics = self._learner.update(micro_batches)
         if self._left == 0:
-            raise _Kill
+            raise _KilledError
         return metrics
 
     def __getattr__(self, name: str) -> object:
@@ -102,14 +104,15 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     run = small_run(tmp_path / "run", model_dir, checkpoint_every_steps=checkpoint_every_steps)
     controller, learner, rollout = build_controller(run)
     controller._learner = _DyingLearner(learner, dies_at, after_update=after_update)  # type: ignore[assignment]
-    with pytest.raises(_Kill):
+    with pytest.raises(_KilledError):
         controller.run()
     for replica in rollout.replicas:
         replica._log.abandon()
     logged = recover(tmp_path / "run" / "wal" / "engine-0").num_tokens
     outcome, tensors = _finish(tmp_path / "run", model_dir, checkpoint_every_steps=checkpoint_every_steps)
     assert tensors == undisturbed[1]
-    assert outcome.after == undisturbed[0].after and outcome.before == undisturbed[0].before
+    assert outcome.after == undisturbed[0].after
+    assert outcome.before == undisturbed[0].before
     assert outcome.rollout_probs_diff_max == 0.0
     whole = recover(tmp_path / "run" / "wal" / "engine-0")
     assert whole.num_tokens > logged or dies_at == 3
@@ -151,4 +154,5 @@ def test_held_out_answers_and_metrics_are_written(model_dir: Path, tmp_path: Pat
     ):
         assert isinstance(lines[0][name], float | int), name
     saved = json.loads((tmp_path / "run" / "eval_000001.json").read_text())
-    assert saved[0]["judged"] == 4 and saved[0]["correct"] == outcome.after[0].correct
+    assert saved[0]["judged"] == 4
+    assert saved[0]["correct"] == outcome.after[0].correct

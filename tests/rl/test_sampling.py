@@ -95,4 +95,6 @@ def test_what_was_sampled_is_what_is_trained(encoder: PromptEncoder) -> None:
     assert first.trained_mask_T.tolist() == [False] * len(prompt) + [True] * len(answers[0])
     assert first.behavior_logprobs_T.tolist() == [0.0] * len(prompt) + [-0.5] * len(answers[0])
     lost = groups[1].trajectories[0]
-    assert lost.reward is None and lost.is_excluded and lost.num_trained_tokens == 0
+    assert lost.reward is None
+    assert lost.is_excluded
+    assert lost.num_trained_tokens == 0

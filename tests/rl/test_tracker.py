@@ -40,4 +40,5 @@ def test_wandb_offline_keeps_the_id_over_processes(tmp_path: Path, monkeypatch: 
         ids.append((tmp_path / "wandb_id.txt").read_text())
     assert ids[0] == ids[1]
     runs = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert runs and all(name.endswith(ids[0]) or ids[0] in name for name in runs)
+    assert runs
+    assert all(name.endswith(ids[0]) or ids[0] in name for name in runs)

@@ -108,23 +108,24 @@ def test_garbage_in_unseen_keys_changes_no_bit(garbage):
 
 
 def test_unseen_tiles_are_neutral_wherever_they_stand():
-    q, kv, visible, sink = random_case(keys=64)
+    q, kv, visible, sink = random_case(queries=8, heads=4, width=80, keys=128)
     alone = sparse_attention(q, kv, visible, sink, scale=0.25)
-    other, hidden = normal(2, 64, 16, seed=5), torch.zeros_like(visible)
-    for order in ((0, 1), (1, 0), (1, 0, 1, 1), (1, 1, 1, 1, 1, 1, 0, 1, 1)):
-        keys = torch.cat([(kv, other)[part] for part in order], 1)
-        mask = torch.cat([(visible, hidden)[part] for part in order], 2)
+    tiles = [*kv.split(64, 1), normal(2, 64, 80, seed=5)]
+    masks = [*visible.split(64, 2), torch.zeros(2, 8, 64, dtype=torch.bool)]
+    # Tiles 0 and 1 are seen, 2 is not; many unseen ones between push the products into other blocks of the library.
+    for order in ((0, 1, 2), (2, 0, 1), (0, 2, 1), (2, 0, 2, 2, 2, 2, 2, 2, 1, 2), (0, *[2] * 20, 1)):
+        keys, mask = torch.cat([tiles[part] for part in order], 1), torch.cat([masks[part] for part in order], 2)
         assert different_bits(sparse_attention(q, keys, mask, sink, scale=0.25), alone) == 0, order
 
 
 def test_softmax_adds_tiles_from_left_to_right():
     # Weights 1 in the first tile and 2^-24 in the two others: from left to right the small ones are lost one by one.
     q, kv = torch.ones(1, 1, 1, 1), torch.zeros(1, 192, 1)
-    kv[0, [65, 130]] = -24 * math.log(2)
+    kv[0, [80, 144]] = -24 * math.log(2)
     visible = torch.zeros(1, 1, 192, dtype=torch.bool)
-    visible[0, 0, [0, 65, 130]] = True
+    visible[0, 0, [0, 80, 144]] = True
     kept = sparse_attention(q, kv, visible, torch.tensor([-1e30]), scale=1.0)
-    lost = kv[0, 65, 0] * torch.exp(kv[0, 65, 0])
+    lost = kv[0, 80, 0] * torch.exp(kv[0, 80, 0])
     assert kept.item() == (lost + lost).item()  # divided by a total of exactly 1
     assert (kept / (1 + 2.0**-23)).item() != kept.item()
 

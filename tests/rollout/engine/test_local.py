@@ -97,7 +97,7 @@ def test_greedy_takes_the_largest_logit_and_logs_at_temperature_one(
     assert np.allclose(completion.behavior_logprobs, expected.numpy(), atol=1e-5)
 
 
-class _Crash(Exception):
+class _CrashError(Exception):
     """The process ended here."""
 
 
@@ -107,7 +107,7 @@ def _crash_after(log: WalWriter, steps: int) -> None:
 
     def counted(*args: object, **kwargs: object) -> int:
         if left[0] == 0:
-            raise _Crash
+            raise _CrashError
         left[0] -= 1
         return append(*args, **kwargs)  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def test_a_crash_at_every_decode_step_changes_no_bit(
     requests = make_requests(LENGTHS, members=2)
     engine, log = open_engine(tmp_path, packed)
     _crash_after(log, steps)
-    with pytest.raises(_Crash):
+    with pytest.raises(_CrashError):
         engine.generate(requests)
     log.abandon()
     held = recover(tmp_path)
@@ -176,7 +176,7 @@ def test_the_budget_left_after_a_crash_is_what_was_not_logged(packed: dict[str, 
     requests = make_requests([5], max_new_tokens=6)
     engine, log = open_engine(tmp_path, packed)
     _crash_after(log, 4)
-    with pytest.raises(_Crash):
+    with pytest.raises(_CrashError):
         engine.generate(requests)
     log.close()
     engine, log = open_engine(tmp_path, packed)

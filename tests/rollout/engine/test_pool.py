@@ -15,16 +15,19 @@ def test_owners_are_disjoint_under_any_order(sizes: list[int], random: object) -
     for size in sizes:
         if pool.can_acquire(size):
             slot, blocks = pool.acquire(size)
-            assert len(blocks) == -(-size // 32) and 0 not in blocks
+            assert len(blocks) == -(-size // 32)
+            assert 0 not in blocks
             owned.append((slot, blocks))
         elif owned:
             pool.release(*owned.pop(random.randrange(len(owned))))  # type: ignore[attr-defined]
         slots = [slot for slot, _ in owned]
         blocks = [block for _, held in owned for block in held]
-        assert len(set(slots)) == len(slots) <= 4 and len(set(blocks)) == len(blocks) <= 8
+        assert len(set(slots)) == len(slots) <= 4
+        assert len(set(blocks)) == len(blocks) <= 8
     for held in owned:
         pool.release(*held)
-    assert pool.can_acquire(8 * 32) and not pool.can_acquire(8 * 32 + 1)
+    assert pool.can_acquire(8 * 32)
+    assert not pool.can_acquire(8 * 32 + 1)
 
 
 def test_taking_what_is_not_free_is_an_error_with_numbers() -> None:
