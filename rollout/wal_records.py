@@ -262,6 +262,8 @@ def decode_record(frame_type: int, flags: int, payload: bytes) -> WalRecord:
                 return _unpack(payload, VersionRecord)[0]
             case RecordType.CLOSE:
                 return _unpack(payload, CloseRecord)[0]
+            case _:
+                pass
     except (ValueError, struct.error, msgspec.MsgspecError) as error:
         raise WalUsageError(f"payload of {len(payload)} bytes is no record of type {frame_type}: {error}") from None
     raise WalUsageError(
