@@ -114,7 +114,7 @@ class Controller:
             tracker: where metrics go.
         """
         self._run = run
-        self._run_dir = Path(run.run_dir)
+        self._run_dir = Path(run.run_dir).resolve()
         self._tasks = {task.name: task for task in tasks}
         self._encoder = encoder
         self._prompts = PromptSource(tasks, seed=run.seed)
@@ -141,22 +141,27 @@ class Controller:
         """
         state = self._restore()
         self._publish(state.step)
-        before = self._evaluate(0) if state.step == 0 else self._recall_evaluation()
-        after = before
+        before = self._evaluate(0) if state.step == 0 else self._recall_evaluation(0)
+        # The last step is always evaluated, before its checkpoint.
+        after = self._recall_evaluation(state.step) if state.step == self._run.steps else before
+        self._seconds = {}
+        start_s = time.monotonic()
         with Progress("train", self._run.steps, done=state.step) as progress:
             while state.step < self._run.steps:
-                self._seconds = {}
-                start_s = time.monotonic()
                 state, values = self._step(state)
                 if self._is_due(state.step, self._run.eval.every_steps):
                     after = self._evaluate(state.step)
                     values |= accuracy_values(after)
-                if self._is_due(state.step, self._run.checkpoint_every_steps):
-                    self._save(state)
                 values |= {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}
                 values["timing_s/step"] = time.monotonic() - start_s
+                # Logged before the checkpoint: a step that a killed run repeats stands twice, none is missing. The
+                # time of the checkpoint is in the next step's line.
                 self._tracker.log(state.step, values)
                 progress.step(_shown(values))
+                self._seconds = {}
+                start_s = time.monotonic()
+                if self._is_due(state.step, self._run.checkpoint_every_steps):
+                    self._save(state)
         return RunOutcome(
             before=before,
             after=after,
@@ -209,12 +214,15 @@ class Controller:
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         with self._timed("testing"):
             results = self._evaluator.evaluate(self._rollout.generate, step=step, policy_version=step)
-        (self._run_dir / f"eval_{step:06d}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+        self._evaluation_file(step).write_bytes(msgspec.json.format(msgspec.json.encode(results)))
         return results
 
-    def _recall_evaluation(self) -> tuple[TaskAccuracy, ...]:
-        """The evaluation before the first step, as an earlier process of the run wrote it."""
-        return msgspec.json.decode((self._run_dir / "eval_000000.json").read_bytes(), type=tuple[TaskAccuracy, ...])
+    def _recall_evaluation(self, step: int) -> tuple[TaskAccuracy, ...]:
+        """The evaluation after ``step`` steps, as an earlier process of the run wrote it."""
+        return msgspec.json.decode(self._evaluation_file(step).read_bytes(), type=tuple[TaskAccuracy, ...])
+
+    def _evaluation_file(self, step: int) -> Path:
+        return self._run_dir / f"eval_{step:06d}.json"
 
     def _restore(self) -> LoopState:
         found = latest_checkpoint(self._run_dir / CHECKPOINTS_NAME)

@@ -102,10 +102,11 @@ class SFTLoop:
                 if self._is_due(state.step, self._run.eval.every_steps):
                     accuracy = self._evaluate(state.step)
                     values |= accuracy_values(accuracy)
-                if self._is_due(state.step, self._run.checkpoint_every_steps):
-                    save_checkpoint(checkpoints, state, self._trainer.save, keep=self._run.keep_checkpoints)
+                # Logged before the checkpoint: a step that a killed run repeats stands twice, none is missing.
                 self._tracker.log(state.step, values)
                 progress.step({"loss": values["sft/loss"], "tokens_per_s": values["perf/throughput"]})
+                if self._is_due(state.step, self._run.checkpoint_every_steps):
+                    save_checkpoint(checkpoints, state, self._trainer.save, keep=self._run.keep_checkpoints)
         model_dir = self._run_dir / "model"
         if not model_dir.exists():
             version_directory(self._run_dir / "weights", self._run.steps).rename(model_dir)

@@ -1,5 +1,10 @@
-"""A small run without Ray: real tasks, tokenizer, learner, replicas and log, in one process."""
+"""A small run without Ray: real tasks, tokenizer, learner, replicas and log, in one process.
 
+An untrained model answers nothing right, so rewards here are a hash of the text (`HashScored`): they differ within a
+group, and weights move.
+"""
+
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ from rollforward.rl.conversations import tokenizer_texts
 from rollforward.rl.learner import Learner, LearnerSettings
 from rollforward.rl.setup import load_parts
 from rollforward.rl.tasks.registry import build_tasks
+from rollforward.rl.tasks.types import Example, Score, ScoreReason, Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.router import merge_completions, split_requests
@@ -66,6 +72,20 @@ def write_model(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
+class HashScored:
+    """A task whose rewards are a hash of the text, in quarters from 0 to 1."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def score(self, example: Example, text: str) -> Score:
+        value = hashlib.blake2b(text.encode()).digest()[0] % 5 / 4
+        return Score(value=value, reason=ScoreReason.CORRECT if value == 1 else ScoreReason.PARTIAL)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
 class LocalRollout:
     """Replicas in this process behind the interface of the pool."""
 
@@ -114,7 +134,6 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
     ]
     rollout = LocalRollout(replicas)
     tracker = Tracker(run_dir, run.tracker, run_config={})
-    controller = Controller(
-        run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
-    )
+    tasks: list[Any] = [HashScored(task) for task in parts.tasks]
+    controller = Controller(run, tasks=tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker)
     return controller, learner, rollout

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from rollforward.model.checkpoint import read_checkpoint
+from rollforward.model.config import load_model_config
 from rollforward.model.metrics import Metric
+from rollforward.model.precision import pack_published
+from rollforward.model.shapes import param_specs
 from rollforward.rl.batch import PackedBatch
 from rollforward.rl.controller import RunOutcome
 from rollforward.rl.learner import Learner
 from rollforward.rollout.errors import WeightsError
 from rollforward.rollout.wal_recovery import recover
-from rollforward.rollout.weights import read_published, version_directory
+from rollforward.rollout.weights import read_published, tensor_hashes, version_directory
 from tests.helpers.runs import build_controller, small_run, write_model
 
 
@@ -40,8 +44,17 @@ def undisturbed(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     return _finish(tmp_path_factory.mktemp("undisturbed") / "run", model_dir)
 
 
-def test_engine_and_trainer_agree_to_the_bit(undisturbed: tuple[RunOutcome, dict[str, str]]) -> None:
-    outcome, _ = undisturbed
+def test_engine_and_trainer_agree_to_the_bit_while_weights_move(
+    undisturbed: tuple[RunOutcome, dict[str, str]], model_dir: Path
+) -> None:
+    outcome, tensors = undisturbed
+    config = load_model_config(model_dir)
+    specs = {spec.name: spec for spec in param_specs(config)}
+    start = tensor_hashes(
+        {name: pack_published(specs[name], master) for name, master in read_checkpoint(model_dir, config).items()}
+    )
+    moved = [name for name, spec in specs.items() if spec.trained and tensors[name] != start[name]]
+    assert len(moved) > len(specs) / 2
     assert outcome.rollout_probs_diff_max == 0.0
     assert outcome.steps == 3
     assert outcome.trained_tokens > 0
@@ -117,6 +130,14 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     whole = recover(tmp_path / "run" / "wal" / "engine-0")
     assert whole.num_tokens > logged or dies_at == 3
     assert all(request.num_openings == 1 for request in whole.requests.values())
+
+
+def test_a_run_that_was_killed_after_its_last_step_still_knows_its_accuracy(model_dir: Path, tmp_path: Path) -> None:
+    first, tensors = _finish(tmp_path / "run", model_dir)
+    again, tensors_again = _finish(tmp_path / "run", model_dir)
+    assert tensors_again == tensors
+    assert (again.before, again.after, again.steps) == (first.before, first.after, first.steps)
+    assert first.after != first.before
 
 
 def test_a_replica_that_does_not_hold_what_was_published_gets_no_request(model_dir: Path, tmp_path: Path) -> None:
