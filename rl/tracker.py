@@ -10,7 +10,8 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rollforward.rl.config import TrackerConfig
 
@@ -21,7 +22,7 @@ _WANDB_ID_NAME = "wandb_id.txt"
 
 
 class Tracker:
-    """Writes metrics of one run. One process; ``close`` flushes the tracker's files."""
+    """Writes metrics of one run. One process; as a context manager it closes, which flushes the tracker's files."""
 
     def __init__(self, run_dir: Path, config: TrackerConfig, *, run_config: Mapping[str, Any]) -> None:
         """Open metrics.jsonl for appending and, unless disabled, a W&B run with a stable id.
@@ -34,6 +35,8 @@ class Tracker:
         path = run_dir / METRICS_NAME
         self._attempt = _last_attempt(path) + 1
         self._file = path.open("a", encoding="utf-8")
+        if _is_torn(path):
+            self._file.write("\n")
         self._start_s = time.monotonic()
         self._wandb: Any = None
         if config.mode != "disabled":
@@ -70,11 +73,26 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({**values, "attempt": self._attempt}, step=step)
 
-    def close(self) -> None:
-        """Flush and end the W&B run."""
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; W&B shows a run whose body raised as failed."""
+        self.close(has_failed=kind is not None)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Flush and end the W&B run, as failed or as finished."""
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.finish(exit_code=1 if has_failed else 0)
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line lacks its end: its writer was killed."""
+    return path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
 
 
 def _last_attempt(path: Path) -> int:

@@ -101,8 +101,9 @@ class ReasoningGymTask:
         answer, failure = read_answer(text, self._config.max_answer_chars)
         if failure is not None:
             return Score(value=0.0, reason=failure)
+        item = self._item(example.index, example.split)  # not below: no question is the task's failure, not a 0
         try:
-            value = float(self._train_items.score_answer(answer, self._item(example.index, example.split)))
+            value = float(self._train_items.score_answer(answer, item))
         except _VERIFIER_ERRORS:
             return Score(value=0.0, reason=ScoreReason.UNREADABLE)
         if not math.isfinite(value):

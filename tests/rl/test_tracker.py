@@ -19,7 +19,7 @@ def test_lines_attempts_and_a_torn_line(tmp_path: Path) -> None:
     first.log(1, {"critic/rewards/mean": 0.25, "bad": float("nan")})
     first.close()
     with (tmp_path / METRICS_NAME).open("a") as file:
-        file.write('{"step": 2, "att\n')
+        file.write('{"step": 2, "att')
     second = _tracker(tmp_path)
     assert (first.attempt, second.attempt) == (0, 1)
     second.log(2, {"critic/rewards/mean": 0.5})
