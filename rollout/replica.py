@@ -13,6 +13,7 @@ import torch
 from rollforward.model.config import ModelConfig
 from rollforward.model.numerics import Precision
 from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal import open_log
@@ -37,7 +38,9 @@ class Replica:
         torch.set_num_threads(config.threads)
         self.name = name
         self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
-        self._engine = LocalEngine(model_config, precision=precision, config=config, log=self._log, recovered=recovered)
+        self._engine: Engine = LocalEngine(
+            model_config, precision=precision, config=config, log=self._log, recovered=recovered
+        )
 
     def load_weights(self, directory: Path) -> WeightsAck:
         """Take a published version and prove what is held: hashes of the engine's own bytes."""

@@ -31,7 +31,7 @@ from rollforward.model.transformer import Transformer
 from rollforward.model.weights import ModelWeights, build_weights
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.pool import CachePool
-from rollforward.rollout.engine.sampler import draw_tokens, signed_seed
+from rollforward.rollout.engine.sampler import draw_tokens, scaled_logits, signed_seed
 from rollforward.rollout.engine.sequence import Sequence, failed_completion, stop_after
 from rollforward.rollout.errors import EngineError, EngineInputError
 from rollforward.rollout.types import Completion, FailureType, Request, RequestId, StopReason
@@ -42,7 +42,8 @@ from rollforward.rollout.wal_recovery import RecoveredLog, RecoveredRequest
 class LocalEngine:
     """Samples with the model's own forward on this machine. One thread; one ``generate`` at a time.
 
-    States: without weights -> idle (``load_weights``) <-> generating (``generate``).
+    States: without weights -> idle (``load_weights``) <-> generating (``generate``) -> failed, when ``generate`` raised
+    after it had started: requests stay in flight and every later call is refused. The log's next opening goes on.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class LocalEngine:
         """Take new weights: unpack the published bytes and log the version. See ``Engine``."""
         if self._running or self._waiting:
             raise EngineError(
-                f"weights {policy_version} came while requests are in flight; wait until generate returns"
+                f"weights {policy_version} came while requests are in flight; wait until generate returns, or replace"
+                " the replica if it raised"
             )
         if self._policy_version is not None and policy_version <= self._policy_version:
             raise EngineError(f"weights {policy_version} came after {self._policy_version}; versions only grow")
@@ -104,6 +106,8 @@ class LocalEngine:
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
         """Sample every request to its end; see ``Engine``."""
+        if self._running or self._waiting:
+            raise EngineError("an earlier generate raised with requests in flight; open a new replica on its log")
         version = self._policy_version
         if version is None:
             raise EngineError(
@@ -149,6 +153,9 @@ class LocalEngine:
             if request.id in seen:
                 raise EngineInputError(f"request {request.id} was given twice; an identity is sampled once")
             seen.add(request.id)
+            held = self._recovered.get(request.id)
+            if held is not None and request.id not in self._failed:
+                _check_same_request(request, held)
 
     def _reserve(self, requests: SequenceOf[Request]) -> None:
         """Make the cache large enough for a full batch of the longest request; only while nothing is in flight."""
@@ -165,8 +172,8 @@ class LocalEngine:
 
     def _enqueue(self, request: Request, version: int, done: dict[RequestId, Completion]) -> None:
         """Queue a request, or answer it from the log."""
+        held = self._recovered.pop(request.id, None)
         if request.id in self._failed:
-            held = self._recovered.pop(request.id, None)
             num_tokens = 0 if held is None else len(held.token_ids)
             seq = self._log.append_close_recovered(
                 request.id, StopReason.ABORTED, num_tokens=num_tokens, failure=FailureType.INFRA
@@ -174,11 +181,9 @@ class LocalEngine:
             self._log.wait_durable(seq)
             done[request.id] = failed_completion(request, version)
             return
-        held = self._recovered.pop(request.id, None)
         if held is None:
             self._waiting.append(Sequence(request, request.prompt_ids.tolist(), []))
             return
-        _check_same_request(request, held)
         if held.close is not None:
             done[request.id] = Completion(
                 id=request.id,
@@ -189,8 +194,7 @@ class LocalEngine:
                 failure=held.close.failure,
             )
             return
-        token_ids = [*request.prompt_ids.tolist(), *held.token_ids.tolist()]
-        sequence = Sequence(request, token_ids, held.behavior_logprobs.tolist())
+        sequence = Sequence(request, held.sequence()[0].tolist(), held.behavior_logprobs.tolist())
         if held.token_ids.size:
             # The last token may have been its end; only the CLOSE record was lost.
             last = int(held.token_ids[-1])
@@ -279,8 +283,7 @@ class LocalEngine:
         position_B = torch.tensor([len(sequence.token_ids) for sequence in sequences])
         temperature_B = torch.tensor([sequence.request.sampling.temperature for sequence in sequences])
         token_B = draw_tokens(logits_BV, seed_B, position_B, temperature_B)
-        scaled_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
-        logprob_B, _ = token_logprob(scaled_BV, token_B, temperature=1.0)
+        logprob_B, _ = token_logprob(scaled_logits(logits_BV, temperature_B), token_B, temperature=1.0)
         tokens, logprobs = token_B.numpy().astype(np.int32), logprob_B.numpy()
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.uint16)
         self._log.append_step(slots, tokens, logprobs, policy_version=version)

@@ -50,6 +50,11 @@ def keyed_uniform(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor
     return (_shift_right(bits_BV, 64 - _UNIFORM_BITS).float() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
+def scaled_logits(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """Return logits / temperature, [B, V] float32; the logits themselves where the temperature is 0 (greedy)."""
+    return logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
+
+
 def draw_tokens(logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperature_B: Tensor) -> Tensor:
     """Draw one token per row.
 
@@ -64,6 +69,5 @@ def draw_tokens(logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperatu
     Invariants: a row's token depends on its own logits, key and temperature alone.
     """
     greedy_B1 = (temperature_B == 0).unsqueeze(1)
-    scaled_BV = logits_BV / torch.where(temperature_B == 0, 1.0, temperature_B).unsqueeze(1)
     gumbel_BV = -torch.log(-torch.log(keyed_uniform(seed_B, position_B, logits_BV.shape[1])))
-    return stable_top(torch.where(greedy_B1, logits_BV, scaled_BV + gumbel_BV), 1).squeeze(1)
+    return stable_top(torch.where(greedy_B1, logits_BV, scaled_logits(logits_BV, temperature_B) + gumbel_BV), 1).squeeze(1)

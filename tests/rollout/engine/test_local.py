@@ -124,6 +124,8 @@ def test_a_crash_at_every_decode_step_changes_no_bit(
     _crash_after(log, steps)
     with pytest.raises(_CrashError):
         engine.generate(requests)
+    with pytest.raises(EngineError, match="an earlier generate raised"):
+        engine.generate(requests)
     log.abandon()
     held = recover(tmp_path)
     engine, log = open_engine(tmp_path, packed, max_batch_requests=5)
@@ -207,5 +209,8 @@ def test_a_request_of_another_run_is_refused(packed: dict[str, PackedTensor], tm
         engine.generate(make_requests([4]))
     engine, log = open_engine(tmp_path, packed)
     other: Request = make_requests([6])[0]
-    with log, pytest.raises(EngineInputError, match="another prompt, seed or sampling"):
-        engine.generate([other])
+    new = make_requests([4, 5])[1]
+    with log:
+        with pytest.raises(EngineInputError, match="another prompt, seed or sampling"):
+            engine.generate([new, other])
+        engine.generate([new])  # nothing was started
