@@ -70,4 +70,5 @@ def draw_tokens(logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperatu
     """
     greedy_B1 = (temperature_B == 0).unsqueeze(1)
     gumbel_BV = -torch.log(-torch.log(keyed_uniform(seed_B, position_B, logits_BV.shape[1])))
-    return stable_top(torch.where(greedy_B1, logits_BV, scaled_logits(logits_BV, temperature_B) + gumbel_BV), 1).squeeze(1)
+    noisy_BV = scaled_logits(logits_BV, temperature_B) + gumbel_BV
+    return stable_top(torch.where(greedy_B1, logits_BV, noisy_BV), 1).squeeze(1)
