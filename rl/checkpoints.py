@@ -13,6 +13,9 @@ import msgspec
 from rollforward.conf.console import say
 from rollforward.rl.prompts import DataCursor
 
+CHECKPOINTS_NAME = "checkpoints"
+"""Folder of a run directory that holds its checkpoints."""
+
 STATE_NAME = "state.json"
 """Name of the loop's state inside a checkpoint; written last."""
 

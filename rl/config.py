@@ -160,12 +160,7 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "sampling.temperature is 0; members of a group would all be the same greedy answer. Set"
                 " sampling.temperature=1"
             )
-        if self.sampling.top_p != 1 or self.sampling.top_k != 0:
-            raise ValueError(
-                f"sampling has top_p={self.sampling.top_p} and top_k={self.sampling.top_k}; training samples the whole"
-                " distribution, because the kept set of each token is not recorded. Set sampling.top_p=1"
-                " sampling.top_k=0"
-            )
+        _check_whole_distribution(self.sampling)
         _check_sequence_fits(self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
         _check_warmup(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
@@ -212,6 +207,7 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_sequence_fits(
             self.max_prompt_tokens, self.max_answer_tokens, self.micro_batch_tokens, answer_key="max_answer_tokens"
         )
+        _check_one_engine(self.rollout, "sft evaluates")
         _check_warmup(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
@@ -240,7 +236,25 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
+        _check_whole_distribution(self.sampling)
+        _check_one_engine(self.rollout, "eval samples")
         _check_heldout(self.tasks, self.prompts, "prompts")
+
+
+def _check_whole_distribution(sampling: SamplingParams) -> None:
+    if sampling.top_p != 1 or sampling.top_k != 0:
+        raise ValueError(
+            f"sampling has top_p={sampling.top_p} and top_k={sampling.top_k}; the engine samples the whole"
+            " distribution, because the kept set of each token is not recorded. Set sampling.top_p=1"
+            " sampling.top_k=0"
+        )
+
+
+def _check_one_engine(rollout: RolloutConfig, what: str) -> None:
+    if rollout.engines != 1:
+        raise ValueError(
+            f"rollout.engines is {rollout.engines}; {what} with one engine in its own process. Set rollout.engines=1"
+        )
 
 
 def _check_sequence_fits(

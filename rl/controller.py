@@ -31,7 +31,7 @@ import msgspec
 from rollforward.conf.console import Progress
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
-from rollforward.rl.checkpoints import LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
 from rollforward.rl.config import RLRun
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.prompts import PromptSource
@@ -39,10 +39,13 @@ from rollforward.rl.sampling import PromptEncoder, build_groups, group_requests,
 from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.types import Completion, Request
-from rollforward.rollout.weights import WeightsAck, WeightsManifest, check_acknowledgement, version_directory
-
-WEIGHTS_NAME = "weights"
-CHECKPOINTS_NAME = "checkpoints"
+from rollforward.rollout.weights import (
+    WEIGHTS_NAME,
+    WeightsAck,
+    WeightsManifest,
+    check_acknowledgement,
+    version_directory,
+)
 
 
 class Rollout(Protocol):

@@ -48,13 +48,26 @@ class ConversationSource:
         encoding: renders and encodes.
         seed: the run's seed.
         max_tokens: budget of a micro-batch, tokens.
+        max_prompt_tokens, max_answer_tokens: a conversation with more that is not an assistant's, or more that is, is
+            an error.
     """
 
-    def __init__(self, tasks: Sequence[Task], encoding: ChatEncoding, *, seed: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        encoding: ChatEncoding,
+        *,
+        seed: int,
+        max_tokens: int,
+        max_prompt_tokens: int,
+        max_answer_tokens: int,
+    ) -> None:
         """Fix the order."""
         self._order = ExampleOrder(tasks, seed=seed, purpose="conversations")
         self._encoding = encoding
         self._max_tokens = max_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_answer_tokens = max_answer_tokens
 
     def start(self) -> DataCursor:
         """The cursor of a run that has consumed nothing."""
@@ -65,7 +78,7 @@ class ConversationSource:
 
         Raises:
             CursorError: the cursor is of another stream.
-            TaskError: a conversation alone exceeds the budget, or a task has no answer to a question.
+            TaskError: a conversation alone exceeds the budget or a limit, or a task has no answer to a question.
         """
         step: list[list[EncodedConversation]] = []
         for _ in range(num_batches):
@@ -82,17 +95,24 @@ class ConversationSource:
             example = self._order.example(cursor)
             conversation = self._encoding.encode_conversation(solved_messages(example))
             num_tokens = len(conversation.token_ids)
-            if num_tokens > self._max_tokens:
-                raise TaskError(
-                    f"task {example.task}: conversation {example.index} has {num_tokens} tokens, more than the "
-                    "micro-batch"
-                    f" budget of {self._max_tokens}. Raise the budget, or make the questions shorter."
-                )
+            self._check(example, num_tokens, num_answer_tokens=sum(conversation.trained_mask))
             if num_tokens > num_tokens_left:
                 return conversations, cursor
             num_tokens_left -= num_tokens
             conversations.append(conversation)
             cursor = self._order.next(cursor)
+
+    def _check(self, example: Example, num_tokens: int, *, num_answer_tokens: int) -> None:
+        for count, what, limit, rule in (
+            (num_tokens, "tokens", self._max_tokens, "the micro-batch budget of"),
+            (num_tokens - num_answer_tokens, "prompt tokens", self._max_prompt_tokens, "max_prompt_tokens ="),
+            (num_answer_tokens, "answer tokens", self._max_answer_tokens, "max_answer_tokens ="),
+        ):
+            if count > limit:
+                raise TaskError(
+                    f"task {example.task}: conversation {example.index} has {count} {what}, more than {rule} {limit}."
+                    " Raise it, or make the questions or answers shorter."
+                )
 
 
 def solved_messages(example: Example) -> tuple[Message, ...]:

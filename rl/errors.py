@@ -32,4 +32,5 @@ class CursorError(RLError, ValueError):
 
 
 class ModelDirectoryError(RLError, ValueError):
-    """Model and tokenizer of a directory do not belong together. Stop before anything is allocated."""
+    """A directory whose model and tokenizer do not belong together or do not fit the run. Stop before anything is
+    allocated."""

@@ -11,16 +11,18 @@ from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.setup import load_parts
 from rollforward.rollout.replica import Replica
-from rollforward.rollout.weights import publish_weights, version_directory
+from rollforward.rollout.weights import WEIGHTS_NAME, publish_weights, version_directory
 
 
 def main(run: EvalRun) -> int:
     """Evaluate and print; the answers are in ``run_dir/eval.json``. Returns 0."""
     run_dir = Path(run.run_dir).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
     model_dir = Path(run.model_dir)
-    parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens)
-    root = run_dir / "weights"
+    parts = load_parts(
+        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.sampling.max_new_tokens
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    root = run_dir / WEIGHTS_NAME
     publish_weights(root, 0, parts.model_config, read_packed(model_dir, parts.model_config))
     evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
     replica = Replica("eval", run_dir / "wal" / "eval", parts.model_config, precision=run.precision, config=run.rollout)

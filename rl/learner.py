@@ -21,6 +21,7 @@ from rollforward.model.trainer import LossPart, Trainer
 from rollforward.model.transformer import Model
 from rollforward.rl.batch import PackedBatch
 from rollforward.rl.config import Algorithm
+from rollforward.rl.conversations import PackedConversations
 from rollforward.rl.losses.base import LossOutput, loss_inputs
 from rollforward.rl.losses.registry import policy_loss
 from rollforward.rollout.weights import WeightsManifest, publish_weights
@@ -126,7 +127,7 @@ class Learner:
         return target_logprobs(self._reference.transformer, self._reference.weights, batch, temperature=temperature)[0]
 
 
-def scoring_batch(packed: PackedBatch) -> ScoringBatch:
+def scoring_batch(packed: PackedBatch | PackedConversations) -> ScoringBatch:
     """Return what the trainer scores of a packed micro-batch: the trained targets."""
     return ScoringBatch(
         token_ids_T=torch.tensor(packed.token_ids_T, dtype=torch.int64),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollforward.model.checkpoint_headers import check_entries, scan_checkpoint
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.tokenizer import Tokenizer
@@ -29,12 +30,20 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked."""
 
 
-def load_parts(model_dir: Path, task_configs: Sequence[TaskConfig], *, max_prompt_tokens: int) -> Parts:
-    """Load what a run needs besides weights.
+def load_parts(
+    model_dir: Path, task_configs: Sequence[TaskConfig], *, max_prompt_tokens: int, max_new_tokens: int
+) -> Parts:
+    """Load what a run needs besides weights, of which only the files' headers are looked at.
+
+    Args:
+        model_dir: checkpoint with its tokenizer.
+        task_configs: what is asked.
+        max_prompt_tokens: a longer prompt is an error when it is met.
+        max_new_tokens: tokens that may follow a prompt.
 
     Raises:
-        ModelDirectoryError: tokenizer and model do not belong together.
-        ConfigError, TokenizerError: a file of the model directory is absent or unusable.
+        ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
+        ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent or unusable.
         TaskError: a task cannot be built as configured.
     """
     config = load_model_config(model_dir / "config.json")
@@ -46,6 +55,14 @@ def load_parts(model_dir: Path, task_configs: Sequence[TaskConfig], *, max_promp
             f" vocab_size {config.vocab_size} and eos_token_id {config.eos_token_id}; they must belong together."
             " Take both from one checkpoint"
         )
+    longest = max_prompt_tokens + max_new_tokens
+    if longest > config.max_position_embeddings:
+        raise ModelDirectoryError(
+            f"max_prompt_tokens is {max_prompt_tokens} and {max_new_tokens} tokens may follow, {longest} in all; the"
+            f" model in {model_dir} has max_position_embeddings = {config.max_position_embeddings}. Lower one of the"
+            " two limits"
+        )
+    check_entries(scan_checkpoint(model_dir), config)
     encoding = ChatEncoding(tokenizer)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=build_tasks(task_configs))

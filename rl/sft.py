@@ -17,21 +17,20 @@ from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group
 from rollforward.model.init import fresh_params
-from rollforward.model.scoring import ScoringBatch
 from rollforward.model.tokenizer import train_tokenizer
 from rollforward.model.trainer import LossPart, Trainer
-from rollforward.rl.checkpoints import LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
 from rollforward.rl.config import FreshModel, SFTRun
-from rollforward.rl.conversations import ConversationSource, PackedConversations, tokenizer_texts
+from rollforward.rl.conversations import ConversationSource, tokenizer_texts
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.learner import TOKENIZER_NAME
+from rollforward.rl.learner import TOKENIZER_NAME, scoring_batch
 from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import SamplingParams
-from rollforward.rollout.weights import publish_weights, version_directory
+from rollforward.rollout.weights import WEIGHTS_NAME, publish_weights, version_directory
 
 
 def main(run: SFTRun) -> int:
@@ -46,14 +45,15 @@ def main(run: SFTRun) -> int:
     model_dir = (
         _fresh_model(run.start, run, run_dir) if isinstance(run.start, FreshModel) else Path(run.start.model_dir)
     )
-    parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens)
+    parts = load_parts(
+        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.max_answer_tokens
+    )
     torch.set_num_threads(run.rollout.threads)
     join_group(run_dir / f".rendezvous-{uuid.uuid4().hex}", rank=0, num_ranks=1)
-    tracker = Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run))
     try:
-        accuracy = SFTLoop(run, parts, model_dir, tracker).run()
+        with Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)) as tracker:
+            accuracy = SFTLoop(run, parts, model_dir, tracker).run()
     finally:
-        tracker.close()
         leave_group()
     rows: dict[str, object] = {f"{result.task} accuracy": result.accuracy for result in accuracy}
     rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME}
@@ -77,7 +77,14 @@ class SFTLoop:
         self._run_dir = Path(run.run_dir).resolve()
         named = read_checkpoint(model_dir, parts.model_config)
         self._trainer = Trainer(parts.model_config, named, precision=run.precision, optim=run.optim)
-        self._data = ConversationSource(parts.tasks, parts.encoding, seed=run.seed, max_tokens=run.micro_batch_tokens)
+        self._data = ConversationSource(
+            parts.tasks,
+            parts.encoding,
+            seed=run.seed,
+            max_tokens=run.micro_batch_tokens,
+            max_prompt_tokens=run.max_prompt_tokens,
+            max_answer_tokens=run.max_answer_tokens,
+        )
         self._evaluator = Evaluator(
             parts.tasks,
             parts.encoder,
@@ -89,7 +96,7 @@ class SFTLoop:
 
     def run(self) -> tuple[TaskAccuracy, ...]:
         """Do what is left of the run; the model is written to ``run_dir/model``. Returns the final accuracy."""
-        checkpoints = self._run_dir / "checkpoints"
+        checkpoints = self._run_dir / CHECKPOINTS_NAME
         found = latest_checkpoint(checkpoints)
         state = LoopState(step=0, cursor=self._data.start())
         if found is not None:
@@ -109,7 +116,7 @@ class SFTLoop:
                     save_checkpoint(checkpoints, state, self._trainer.save, keep=self._run.keep_checkpoints)
         model_dir = self._run_dir / "model"
         if not model_dir.exists():
-            version_directory(self._run_dir / "weights", self._run.steps).rename(model_dir)
+            version_directory(self._run_dir / WEIGHTS_NAME, self._run.steps).rename(model_dir)
         return accuracy or self._evaluate(state.step)
 
     def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float]]:
@@ -123,7 +130,7 @@ class SFTLoop:
             )
             return LossPart(loss=loss, name=f"micro-batch {index}")
 
-        result = self._trainer.train_step([_scoring_batch(batch) for batch in batches], loss_of)
+        result = self._trainer.train_step([scoring_batch(batch) for batch in batches], loss_of)
         num_tokens = sum(batch.token_ids_T.size for batch in batches)
         values = {
             "sft/loss": result.loss,
@@ -135,7 +142,7 @@ class SFTLoop:
 
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         """Publish the policy after ``step`` steps and answer the held-out questions with the engine."""
-        root = self._run_dir / "weights"
+        root = self._run_dir / WEIGHTS_NAME
         files = {TOKENIZER_NAME: self._tokenizer}
         publish_weights(root, step, self._parts.model_config, self._trainer.published(), extra_files=files)
         replica = Replica(
@@ -153,15 +160,6 @@ class SFTLoop:
 
     def _is_due(self, step: int, every_steps: int) -> bool:
         return step % every_steps == 0 or step == self._run.steps
-
-
-def _scoring_batch(batch: PackedConversations) -> ScoringBatch:
-    return ScoringBatch(
-        token_ids_T=torch.tensor(batch.token_ids_T, dtype=torch.int64),
-        sequence_lengths=tuple(batch.sequence_lengths_B.tolist()),
-        target_ids_T=torch.tensor(batch.target_ids_T, dtype=torch.int64),
-        scored_mask_T=torch.tensor(batch.trained_mask_T),
-    )
 
 
 def _fresh_model(start: FreshModel, run: SFTRun, run_dir: Path) -> Path:

@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,12 @@ from rollforward.conf import console
 from rollforward.conf.load import LIBRARY_ENVIRONMENT
 from rollforward.rl.actors import LearnerActor, LearnerHandle
 from rollforward.rl.config import RLRun
-from rollforward.rl.controller import WEIGHTS_NAME, Controller, RunOutcome
+from rollforward.rl.controller import Controller, RunOutcome
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.actors import RolloutActor, RolloutPool
-from rollforward.rollout.weights import version_directory
+from rollforward.rollout.weights import WEIGHTS_NAME, version_directory
 
 
 def main(run: RLRun) -> int:
@@ -28,27 +29,28 @@ def main(run: RLRun) -> int:
     """
     start_s = time.monotonic()
     run_dir = Path(run.run_dir).resolve()
-    parts = load_parts(Path(run.model_dir), run.tasks, max_prompt_tokens=run.max_prompt_tokens)
+    model_dir = Path(run.model_dir).resolve()
+    parts = load_parts(
+        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.sampling.max_new_tokens
+    )
     run_dir.mkdir(parents=True, exist_ok=True)
-    tracker = Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run))
-    ray.init(num_cpus=run.cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    try:
-        rollout, learner = _place(run, parts, run_dir)
+    with ExitStack() as stack:
+        tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
+        stack.callback(ray.shutdown)  # before init, which starts processes one after another
+        ray.init(num_cpus=run.cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
+        rollout, learner = _place(run, parts, run_dir, model_dir)
         outcome = Controller(
             run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
         ).run()
         rollout.close()
-    finally:
-        tracker.close()
-        ray.shutdown()
-    model_dir = run_dir / "model"
-    if not model_dir.exists():
-        version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(model_dir)
+    trained_dir = run_dir / "model"
+    if not trained_dir.exists():
+        version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(trained_dir)
     _report(run_dir, outcome, time.monotonic() - start_s)
     return 0
 
 
-def _place(run: RLRun, parts: Parts, run_dir: Path) -> tuple[RolloutPool, LearnerHandle]:
+def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[RolloutPool, LearnerHandle]:
     """Start one actor a replica and one learner rank."""
     environment = {"env_vars": dict(LIBRARY_ENVIRONMENT)}
     actors = [
@@ -58,7 +60,7 @@ def _place(run: RLRun, parts: Parts, run_dir: Path) -> tuple[RolloutPool, Learne
         for index in range(run.rollout.engines)
     ]
     settings = LearnerSettings(
-        model_dir=run.model_dir,
+        model_dir=str(model_dir),
         algorithm=run.algo,
         optim=run.optim,
         precision=run.precision,

@@ -23,6 +23,9 @@ from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.precision import PackedTensor
 from rollforward.rollout.errors import WeightsError
 
+WEIGHTS_NAME = "weights"
+"""Folder of a run directory in which its versions are published."""
+
 MANIFEST_NAME = "manifest.json"
 """Name of the manifest inside a published directory."""
 

@@ -112,7 +112,12 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
     run_dir = Path(run.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     join_alone(run_dir)
-    parts = load_parts(Path(run.model_dir), run.tasks, max_prompt_tokens=run.max_prompt_tokens)
+    parts = load_parts(
+        Path(run.model_dir),
+        run.tasks,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_new_tokens=run.sampling.max_new_tokens,
+    )
     settings = LearnerSettings(
         model_dir=run.model_dir,
         algorithm=run.algo,

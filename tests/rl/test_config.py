@@ -138,6 +138,9 @@ def test_values_at_the_bounds_are_accepted(path: str, value: Any) -> None:
         (SFTRun, "eval.prompts", 201, r"eval\.prompts is 201"),
         (EvalRun, "prompts", 201, r"prompts is 201"),
         (EvalRun, "tasks", [], "tasks is empty"),
+        (EvalRun, "sampling.top_p", 0.9, r"top_p=0\.9.*Set sampling\.top_p=1"),
+        (EvalRun, "rollout.engines", 2, r"rollout\.engines is 2; eval samples with one engine"),
+        (SFTRun, "rollout.engines", 2, r"rollout\.engines is 2; sft evaluates with one engine"),
     ],
 )
 def test_wrong_values_of_other_runs_are_refused(root: type, path: str, value: Any, message: str) -> None:

@@ -43,8 +43,11 @@ def encoding() -> ChatEncoding:
     return ChatEncoding(train_tokenizer(tokenizer_texts([Copies()], 30), TokenizerConfig(vocab_size=384)))
 
 
+LIMITS = {"seed": 3, "max_tokens": 64, "max_prompt_tokens": 64, "max_answer_tokens": 64}
+
+
 def source(**changes: Any) -> ConversationSource:
-    return ConversationSource([Copies()], encoding(), **({"seed": 3, "max_tokens": 64} | changes))
+    return ConversationSource([Copies()], encoding(), **(LIMITS | changes))
 
 
 def sequences(batch: PackedConversations) -> list[tuple[int, ...]]:
@@ -106,6 +109,12 @@ def test_a_cursor_of_the_prompts_is_refused() -> None:
     cursor = source(seed=4).start()
     with pytest.raises(CursorError, match="belongs to the stream"):
         source().draw(cursor, 1)
+
+
+@pytest.mark.parametrize("limit", ["max_prompt_tokens", "max_answer_tokens"])
+def test_a_prompt_or_an_answer_over_its_limit_is_an_error(limit: str) -> None:
+    with pytest.raises(TaskError, match=f"{limit} = 2"):
+        source(**{limit: 2}).draw(source().start(), 30)
 
 
 def test_a_conversation_over_the_budget_is_an_error() -> None:

@@ -1,0 +1,45 @@
+"""Proves: a model directory that cannot serve a run is refused with its reason before weights are read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollforward.model.errors import CheckpointError, ConfigError, TokenizerError
+from rollforward.rl.errors import ModelDirectoryError
+from rollforward.rl.setup import Parts, load_parts
+from tests.helpers.runs import small_run, write_model
+
+
+def _load(model_dir: Path, max_new_tokens: int = 6) -> Parts:
+    run = small_run(model_dir, model_dir)
+    return load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=max_new_tokens)
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda model_dir: next(model_dir.glob(name)).unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (_without("config.json"), ConfigError, r"config\.json cannot be read"),
+        (_without("tokenizer.json"), TokenizerError, "the tokenizer cannot be read"),
+        (_without("*.safetensors"), CheckpointError, "is damaged or absent"),
+    ],
+)
+def test_an_absent_file_is_named(
+    tmp_path: Path, spoil: Callable[[Path], None], error: type[Exception], message: str
+) -> None:
+    model_dir = write_model(tmp_path / "model")
+    spoil(model_dir)
+    with pytest.raises(error, match=message):
+        _load(model_dir)
+
+
+def test_limits_beyond_the_model_are_refused_and_those_at_it_are_not(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model")
+    longest = _load(model_dir).model_config.max_position_embeddings
+    _load(model_dir, longest - 40)
+    with pytest.raises(ModelDirectoryError, match=f"max_position_embeddings = {longest}"):
+        _load(model_dir, longest - 39)
