@@ -159,6 +159,13 @@ def test_a_schema_that_reaches_torch_through_another_module_is_found() -> None:
     )
 
 
+def test_what_a_schema_imports_for_types_alone_costs_nothing() -> None:
+    heavy = parse("rl/advantage.py", "import torch")
+    for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rollforward.rl import advantage"
+    assert not schema_faults((parse("rl/config.py", for_types), heavy))
+    assert schema_faults((parse("rl/config.py", for_types.replace("if TYPE_CHECKING", "if not TYPE_CHECKING")), heavy))
+
+
 def test_allowed_places_are_allowed() -> None:
     assert not confinement_faults(parse("rollout/actors.py", "import ray"))
     assert not confinement_faults(parse("kernels/moe/gate_tile.py", "import tilelang"))

@@ -43,7 +43,7 @@ class Import(NamedTuple):
     """Dotted, with the imported name appended where it may itself be a module: `from a import b` gives `a.b`."""
     line: int
     is_lazy: bool
-    """Inside a function."""
+    """Not carried out when the module is imported: inside a function or under TYPE_CHECKING."""
 
 
 def imports(module: Module) -> Iterator[Import]:
@@ -52,6 +52,7 @@ def imports(module: Module) -> Iterator[Import]:
         id(inner)
         for node in ast.walk(module.tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse)
         for inner in ast.walk(node)
     }
     for node in ast.walk(module.tree):

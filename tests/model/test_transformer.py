@@ -5,6 +5,8 @@ Not proven here: values (parity/test_oracle.py), bits (parity/test_bit_contract.
 """
 
 import json
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -179,6 +181,18 @@ def test_load_model_reads_what_write_checkpoint_wrote(tmp_path, params, model):
     loaded = load_model(str(tmp_path / "model"), precision="fp32")
     assert loaded.logits(token_BT).shape == (1, 40, 512)
     assert different_bits(loaded.logits(token_BT), model.logits(token_BT)) > 0
+
+
+def test_load_model_is_importable_from_the_package_which_costs_no_torch_before():
+    code = (
+        "import sys; import rollforward.model.config; assert 'torch' not in sys.modules; "
+        "from rollforward.model import load_model; import rollforward.model.transformer as home; "
+        "assert load_model is home.load_model"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ImportError, match="nothing_here"):
+        from rollforward.model import nothing_here  # noqa: F401
 
 
 def test_load_model_reads_plain_float32_tensors(tmp_path, params):
