@@ -1,6 +1,7 @@
 """Entry point of `rollforward train`: check, place actors, run the loop (controller.py), say what came of it."""
 
 import json
+import signal
 import time
 import uuid
 from contextlib import ExitStack
@@ -38,6 +39,8 @@ def main(run: RLRun) -> int:
         tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
         stack.callback(ray.shutdown)  # before init, which starts processes one after another
         ray.init(num_cpus=run.cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
+        # Ray's own handler aborts the process and closes nothing; an orderly end is an interruption like Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         rollout, learner = _place(run, parts, run_dir, model_dir)
         outcome = Controller(
             run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
