@@ -8,8 +8,9 @@ import importlib
 import importlib.metadata
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -17,9 +18,16 @@ import msgspec
 
 from rollforward.conf import console
 from rollforward.conf.errors import RunDirError, UsageError
-from rollforward.conf.load import config_groups, load_config, set_library_environment, to_yaml, write_resolved
+from rollforward.conf.load import (
+    compose_data,
+    config_groups,
+    load_config,
+    set_library_environment,
+    to_yaml,
+    write_resolved,
+)
 from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names
-from rollforward.conf.schema import nearest, schema_fields
+from rollforward.conf.schema import Field, element_fields, has_parts, nearest, schema_fields
 
 __all__ = ["VERBS", "Job", "Verb", "execute", "main", "plan_jobs"]
 
@@ -59,6 +67,8 @@ class Job(NamedTuple):
     """Decoded by the verb's schema."""
     run_dir: Path | None
     """Where it writes; None for a verb without a run_dir."""
+    again: Path | None = None
+    """What `run_dir=` names when the command is to go on with this run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,6 +175,11 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
     """
     rest = list(overrides)
     recipe = _take(rest, "recipe")
+    if not overrides and (choices := [name for name in recipe_names() if _has_verb(name, verb)]):
+        commands = ", ".join(f"rollforward {verb} recipe={name}" for name in choices)
+        raise UsageError(
+            f"{verb} needs settings. Start from a recipe: {commands}; rollforward {verb} --help lists the settings."
+        )
     runs = [RecipeRun(name=verb, verb=verb)] if recipe is None else _runs_until(verb, recipe)
     stem = verb if recipe is None else Path(recipe).stem
     base: Path | None = None
@@ -181,10 +196,14 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
             run_dir = base if recipe is None else base / run.name
             settings = [*settings, f"run_dir={_quoted(str(run_dir))}"]
         config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)
-        jobs.append(Job(run.name, run.verb, config, run_dir))
+        jobs.append(Job(run.name, run.verb, config, run_dir, again=base if run_dir is not None else None))
         if run_dir is not None:
             run_dirs[run.name] = str(run_dir)
     return jobs
+
+
+def _has_verb(recipe: str, verb: str) -> bool:
+    return any(run.verb == verb for run in load_recipe(recipe).runs)
 
 
 def _runs_until(verb: str, recipe: str) -> list[RecipeRun]:
@@ -229,7 +248,12 @@ def execute(jobs: Sequence[Job]) -> int:
             write_resolved(job.config, job.run_dir / "config.json")
         start_s = time.monotonic()
         work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
-        code = work(job.config) or 0
+        try:
+            code = work(job.config) or 0
+        except BaseException:
+            if job.again is not None:
+                console.say(f"{job.name} has not finished; the same command with run_dir={job.again} goes on")
+            raise
         if code != 0:
             return code
         if job.run_dir is not None:
@@ -287,21 +311,30 @@ def _help_text() -> str:
 
 
 def _verb_help_text(verb: str) -> str:
-    fields = list(schema_fields(_schema_of(verb)))
-    lines = [
-        f"  {field.path}={field.default}  ({field.type})" + (f"\n      {field.doc}" if field.doc else "")
-        for field in fields
+    schema = _schema_of(verb)
+    set_elsewhere = {"run_dir": f"runs/{verb}-DATE, or runs/RECIPE-DATE/RUN in a recipe"}
+    set_elsewhere |= {key: text.strip('"') for key, text in _flat(compose_data(verb)).items()}
+    inside = [_field_text(field, {}) for field in element_fields(schema)]
+    groups = [
+        f"  {group}={'|'.join(options)}" for group, options in config_groups().items() if has_parts(schema, group)
     ]
-    groups = [f"  {group}={'|'.join(options)}" for group, options in config_groups().items()]
     return "\n".join(
         [
             f"rollforward {verb}: {VERBS[verb].summary}",
             "",
-            "settings",
-            *lines,
+            "settings (KEY=DEFAULT; what is required is set by a recipe or by you)",
+            *(_field_text(field, set_elsewhere) for field in schema_fields(schema)),
+            *(["", "inside a list, which is set as a whole", *inside] if inside else []),
             *(["", "groups", *groups] if groups else []),
         ]
     )
+
+
+def _field_text(field: Field, set_elsewhere: Mapping[str, str]) -> str:
+    """A setting for --help: its default, its type, and below what it does."""
+    default = set_elsewhere.get(field.path, field.default)
+    doc = textwrap.fill(field.doc, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  {field.path}={default}  ({field.type})" + (f"\n{doc}" if doc else "")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Progress and messages go to standard error, results to standard output, so that 
 progress is a bar that redraws itself; elsewhere each step is one plain line.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -25,8 +26,11 @@ def fail(text: str) -> None:
 
 
 def result(text: str) -> None:
-    """Prints what the command was asked for, to standard output."""
-    print(text, flush=True)
+    """Prints what the command was asked for, to standard output. A reader that has left (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
 
 
 def summary(title: str, rows: Mapping[str, object]) -> None:

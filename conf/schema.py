@@ -18,6 +18,7 @@ import msgspec
 __all__ = [
     "Field",
     "Step",
+    "element_fields",
     "field_docs",
     "has_parts",
     "nearest",
@@ -41,7 +42,7 @@ class Field(NamedTuple):
     default: str
     """The default as an override would write it, or `required`."""
     doc: str
-    """First line of the string below the field; empty where there is none."""
+    """First paragraph of the string below the field, on one line; empty where there is none."""
 
 
 def _strip(annotation: object) -> object:
@@ -128,7 +129,7 @@ def _value_text(value: object) -> str:
 
 
 def field_docs(schema: type[msgspec.Struct]) -> dict[str, str]:
-    """Field name -> first line of the string below it, from the source of `schema` and its bases."""
+    """Field name -> first paragraph of the string below it, from the source of `schema` and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if not _is_struct(base) or base is msgspec.Struct:
@@ -141,10 +142,19 @@ def field_docs(schema: type[msgspec.Struct]) -> dict[str, str]:
         for field, below in itertools.pairwise(statements):
             match field, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    docs[name] = text.strip().splitlines()[0]
+                    docs[name] = " ".join(text.strip().split("\n\n")[0].split())
                 case _:
                     pass
     return docs
+
+
+def element_fields(schema: type[msgspec.Struct]) -> Iterator[Field]:
+    """The fields of what top-level lists of `schema` hold: `tasks[].dataset`. No override sets one of them alone."""
+    for field in msgspec.structs.fields(schema):
+        for member in _structs(_element(field.type)):
+            if tag := _tag(member):
+                yield Field(f"{field.encode_name}[].{tag[0]}", tag[1], "required", "")
+            yield from schema_fields(member, field.encode_name + "[].")
 
 
 def schema_fields(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:

@@ -4,6 +4,7 @@ The verbs' work is played by modules made here; the real ones have their own tes
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import types
@@ -88,6 +89,17 @@ def test_a_run_that_fails_ends_the_pipeline_with_its_code(calls: list[FakeRun], 
     assert not (tmp_path / "out" / "warmup" / "finished.json").exists()
 
 
+def test_who_is_interrupted_learns_how_to_go_on(
+    calls: list[FakeRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(config: FakeRun) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["fake_work"], "main", interrupted)
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 130
+    assert f"the same command with run_dir={tmp_path}/out goes on" in capsys.readouterr().err
+
+
 def test_other_settings_in_an_old_run_dir_are_refused_before_anything_runs(calls: list[FakeRun]) -> None:
     assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 0
     with pytest.raises(RunDirError, match=r"steps \(was 7, now 8\)"):
@@ -132,7 +144,8 @@ def test_addresses() -> None:
         (["train", "--cfg", "all"], ["--cfg job"]),
         (["plan"], ["model is required"]),
         (["plan", "modle=flash"], ["modle is not a setting", "Did you mean model?"]),
-        (["eval", "recipe=tiny"], ["has no run of eval"]),
+        (["plan", "recipe=tiny"], ["has no run of plan"]),
+        (["train"], ["Start from a recipe: rollforward train recipe=tiny"]),
     ],
 )
 def test_a_mistake_ends_with_code_2_and_a_message(
@@ -174,6 +187,12 @@ def test_help_lists_verbs_recipes_and_settings(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert "algo.group_size=8" in text
     assert "algo=" in text
+    assert "algo.type=grpo" in text, "the root YAML chooses it"
+    assert "run_dir=required" not in text, "the command line chooses it"
+    assert "tasks[].dataset=required" in text
+    assert "null switches the mask off" in text, "the second line of a field's words"
+    assert cli.main(["eval", "--help"]) == 0
+    assert "algo=" not in capsys.readouterr().out, "eval has no algorithm"
 
 
 def test_cfg_job_prints_every_run_and_starts_none(
@@ -185,6 +204,13 @@ def test_cfg_job_prints_every_run_and_starts_none(
     assert "group_size: 4" in text
     assert text.count("(rollforward ") == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = "from rollforward.conf.console import result\nfor _ in range(9): result('x' * 99999)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -c 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["train", "recipe=tiny", "algo.grup_size=2"]])
