@@ -24,12 +24,14 @@ def test_every_verb_has_a_root_that_composes(verb: str) -> None:
 )
 def test_every_option_of_a_group_loads_in_a_recipe(group: str, option: str) -> None:
     fitting = [
-        name
+        (run.verb, name)
         for name in recipe_names()
-        if f"- {group}:" in (CONFIG_DIR / f"{load_recipe(name).runs[-1].verb}.yaml").read_text()
+        for run in load_recipe(name).runs
+        if f"- {group}:" in (CONFIG_DIR / f"{run.verb}.yaml").read_text()
     ]
     assert fitting, f"no recipe's root has the group {group}"
-    assert plan_jobs(load_recipe(fitting[0]).runs[-1].verb, [f"recipe={fitting[0]}", f"{group}={option}"])
+    verb, name = fitting[0]
+    assert plan_jobs(verb, [f"recipe={name}", f"{group}={option}"])
 
 
 def test_no_other_yaml_lies_about() -> None:
