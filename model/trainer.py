@@ -9,6 +9,9 @@ bit for bit on the same weights (promise P3), and its weights are the published 
 Here: one process of a data-parallel group, without Ray. Not here: losses (rl/losses), batches (rl/batch.py), actors.
 """
 
+import contextlib
+import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.errors import NonFiniteLossError, TrainerError
+from rollforward.model.errors import NonFiniteGradientError, NonFiniteLossError, TrainerError
 from rollforward.model.numerics import Precision
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
@@ -117,7 +120,8 @@ class Trainer:
             precision: number formats of the forward.
             optim: AdamW and its schedule.
         """
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints that it loaded its extension
+            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         self._optim = optim
         self._masters = _Masters(config, named, precision)
         self._specs = {spec.name: spec for spec in param_specs(config)}
@@ -140,12 +144,13 @@ class Trainer:
         """Add the gradients of all micro-batches and take one optimizer step.
 
         Args:
-            batches: this rank's micro-batches, at least one.
+            batches: this rank's micro-batches, at least one and as many as on every other rank.
             loss_function: called once per micro-batch with the log-probs of its targets.
             temperature: divides the logits, as when the tokens were drawn.
 
         Raises:
             NonFiniteLossError: before the optimizer step, naming step, micro-batch and worst sequences.
+            NonFiniteGradientError: after it; the trainer is of no use any more.
             TrainerError: no micro-batch was given.
         """
         if not batches:
@@ -157,12 +162,13 @@ class Trainer:
             policy_logprobs_T, entropy_T = self._engine(batch, temperature)
             part = loss_function(index, policy_logprobs_T, entropy_T)
             value = float(part.loss.detach())
-            if not torch.isfinite(part.loss.detach()):
+            if not _finite_everywhere(value):
                 self._engine.zero_grad()
                 raise NonFiniteLossError(
-                    f"step {self._num_steps}, {part.name}: the loss is {value}; it must be finite."
-                    " Nothing was updated. Worst"
-                    f" sequences: {', '.join(part.worst) or 'unknown'}. Look at them and lower optim.lr"
+                    f"step {self._num_steps}, {part.name}: the loss is {value}"
+                    f"{' here and not finite on another rank' if math.isfinite(value) else ''}; it must be finite."
+                    f" Nothing was updated. Worst sequences: {', '.join(part.worst) or 'unknown'}."
+                    " Look at them and lower optim.lr"
                 )
             total += value
             # DeepSpeed averages over ranks; parts of a step's loss are to be added.
@@ -171,8 +177,14 @@ class Trainer:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         self._engine.step()
+        grad_norm = float(self._engine.get_global_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise NonFiniteGradientError(
+                f"step {self._num_steps}: the gradient's norm is {grad_norm}; it must be finite. The masters in memory"
+                " are spoilt, nothing was saved. Resume from the checkpoint with a lower optim.lr"
+            )
         self._num_steps += 1
-        return StepResult(loss=total, grad_norm=float(self._engine.get_global_grad_norm()), learning_rate=rate)
+        return StepResult(loss=total, grad_norm=grad_norm, learning_rate=rate)
 
     def masters(self) -> dict[str, Tensor]:
         """Return a copy of every master (and of the frozen tensors), by canonical name."""
@@ -200,6 +212,13 @@ class Trainer:
     def _learning_rate(self) -> float:
         warmup = self._optim.warmup_steps
         return self._optim.lr * min(1.0, (self._num_steps + 1) / warmup) if warmup else self._optim.lr
+
+
+def _finite_everywhere(value: float) -> bool:
+    """Whether the number is finite on every rank: all stop together, or the others would wait for ever."""
+    is_finite = torch.tensor(int(math.isfinite(value)))
+    torch.distributed.all_reduce(is_finite, op=torch.distributed.ReduceOp.MIN)
+    return bool(is_finite)
 
 
 def _parameter_groups(trained: nn.ParameterDict, weight_decay: float) -> list[dict[str, Any]]:

@@ -7,8 +7,8 @@ from typing import Any
 import ray
 
 from rollforward.model.distributed import join_group
-from rollforward.model.metrics import Metric
-from rollforward.rl.batch import PackedBatch
+from rollforward.model.metrics import Metric, merge_metrics
+from rollforward.rl.batch import PackedBatch, split_micro_batches
 from rollforward.rl.learner import Learner, LearnerSettings
 from rollforward.rollout.weights import WeightsManifest
 
@@ -39,25 +39,27 @@ class LearnerActor:
         self._learner.load(directory)
 
 
-class LearnerHandle:
-    """The learner as the controller sees it: plain calls that wait for their answer."""
+class LearnerPool:
+    """All ranks of the learner as the controller sees them: plain calls that wait for their answer."""
 
-    def __init__(self, actor: Any) -> None:
-        """Keep the handle."""
-        self._actor = actor
+    def __init__(self, actors: Sequence[Any]) -> None:
+        """Keep the handles, rank 0 first."""
+        self._actors = list(actors)
 
     def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
-        """See ``Learner.update``."""
-        return ray.get(self._actor.update.remote(micro_batches))
+        """Take one optimizer step, every rank on its share; see ``Learner.update``."""
+        shares = split_micro_batches(micro_batches, len(self._actors))
+        calls = [actor.update.remote(share) for actor, share in zip(self._actors, shares, strict=True)]
+        return merge_metrics(metric for metrics in ray.get(calls) for metric in metrics)
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
-        """See ``Learner.publish``."""
-        return ray.get(self._actor.publish.remote(root, policy_version))
+        """Publish from rank 0, whose masters are everyone's; see ``Learner.publish``."""
+        return ray.get(self._actors[0].publish.remote(root, policy_version))
 
     def save(self, directory: Path) -> None:
         """See ``Learner.save``."""
-        ray.get(self._actor.save.remote(directory))
+        ray.get([actor.save.remote(directory) for actor in self._actors])
 
     def load(self, directory: Path) -> None:
         """See ``Learner.load``."""
-        ray.get(self._actor.load.remote(directory))
+        ray.get([actor.load.remote(directory) for actor in self._actors])

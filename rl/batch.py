@@ -189,6 +189,21 @@ def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
     return PackedBatch(ids=tuple(identity for part in parts for identity in part.ids), **arrays)
 
 
+def split_micro_batches(micro_batches: Sequence[PackedBatch], num_ranks: int) -> tuple[tuple[PackedBatch, ...], ...]:
+    """Return each rank's micro-batches: consecutive runs of equal number, filled up with inert ones at the end.
+
+    Every rank makes the same number of passes, so that collective calls meet; token weights are of the whole step, so
+    the ranks' losses add up to it.
+
+    Args:
+        micro_batches: of the whole step, at least one.
+        num_ranks: at least 1.
+    """
+    per_rank = -(-len(micro_batches) // num_ranks)
+    filled = [*micro_batches, *[inert_like(micro_batches[-1])] * (per_rank * num_ranks - len(micro_batches))]
+    return tuple(tuple(filled[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks))
+
+
 def inert_like(packed: PackedBatch) -> PackedBatch:
     """Return the same tokens with nothing trained: what a rank runs that has no micro-batch left while others have one.
 

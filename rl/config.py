@@ -89,8 +89,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     num_cpus: PositiveInt = 2
     """Cores of the local cluster that is started."""
+    learner_ranks: PositiveInt = 1
+    """Data-parallel ranks of the learner, one process each; they share the micro-batches of a step."""
     learner_threads: PositiveInt = 2
-    """CPU threads of the learner; it computes while the engines wait."""
+    """CPU threads of a rank; it computes while the engines wait."""
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import ray
 
 from rollforward.conf import console
 from rollforward.conf.load import LIBRARY_ENVIRONMENT
-from rollforward.rl.actors import LearnerActor, LearnerHandle
+from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.config import RLRun
 from rollforward.rl.controller import Controller, RunOutcome
 from rollforward.rl.learner import LearnerSettings
@@ -53,8 +53,8 @@ def main(run: RLRun) -> int:
     return 0
 
 
-def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[RolloutPool, LearnerHandle]:
-    """Start one actor a replica and one learner rank."""
+def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[RolloutPool, LearnerPool]:
+    """Start one actor a replica and one a learner rank."""
     environment = {"env_vars": dict(LIBRARY_ENVIRONMENT)}
     actors = [
         RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
@@ -71,8 +71,12 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
         threads=run.cluster.learner_threads,
     )
     rendezvous = run_dir / f".rendezvous-{uuid.uuid4().hex}"
-    learner = LearnerActor.options(num_cpus=0, runtime_env=environment).remote(settings, 0, 1, rendezvous)
-    return RolloutPool(actors), LearnerHandle(learner)
+    num_ranks = run.cluster.learner_ranks
+    learners = [
+        LearnerActor.options(num_cpus=0, runtime_env=environment).remote(settings, rank, num_ranks, rendezvous)
+        for rank in range(num_ranks)
+    ]
+    return RolloutPool(actors), LearnerPool(learners)
 
 
 def _report(run_dir: Path, outcome: RunOutcome, seconds: float) -> None:

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from rollforward.model.metrics import metric_values
-from rollforward.rl.batch import PackedBatch, StepBatch, build_step_batch, inert_like, micro_batches
+from rollforward.rl.batch import (
+    PackedBatch,
+    StepBatch,
+    build_step_batch,
+    inert_like,
+    micro_batches,
+    split_micro_batches,
+)
 from rollforward.rl.errors import BatchError, NoTrainableTrajectoriesError
 from rollforward.rollout.types import FailureType, Group, RequestId, Segment, StopReason, Trajectory
 
@@ -248,6 +255,18 @@ def test_packing_concatenates_every_field() -> None:
     sizes = [part.token_ids_T.size for part in parts]
     assert pack.trajectory_T.tolist() == np.repeat(np.arange(6), sizes).tolist()
     assert pack.trajectory_T.dtype == np.int32
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
+def test_ranks_get_consecutive_shares_of_equal_number(num_ranks: int) -> None:
+    packed = micro_batches(_build(_step(prompts=5, members=2)), 13)
+    shares = split_micro_batches(packed, num_ranks)
+    assert len(shares) == num_ranks
+    assert len({len(share) for share in shares}) == 1
+    flat = [batch for share in shares for batch in share]
+    assert flat[: len(packed)] == list(packed)
+    assert all(not batch.trained_mask_T.any() for batch in flat[len(packed) :])
+    assert _total_weight(tuple(flat)) == pytest.approx(1.0)
 
 
 def test_a_trajectory_beyond_the_budget_is_refused() -> None:
