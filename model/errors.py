@@ -1,6 +1,6 @@
 """Errors of `rollforward.model`; every one is picklable, because it crosses Ray.
 
-All are the user's to fix (`ValueError`): a configuration, a checkpoint, a text. None is worth a retry.
+Those that the user can put right are `ValueError`: a configuration, a checkpoint, a text. None is worth a retry.
 """
 
 
@@ -37,4 +37,4 @@ class TrainerError(ModelError, ValueError):
 
 
 class NonFiniteLossError(ModelError, RuntimeError):
-    """A loss is NaN or infinite. Nothing was updated; the run stops with a non-zero exit code."""
+    """A loss or its gradient is NaN or infinite. Nothing was updated; the run stops with a non-zero exit code."""

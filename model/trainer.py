@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.errors import NonFiniteGradientError, NonFiniteLossError, TrainerError
+from rollforward.model.errors import NonFiniteLossError, TrainerError
 from rollforward.model.numerics import Precision
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
@@ -149,8 +149,8 @@ class Trainer:
             temperature: divides the logits, as when the tokens were drawn.
 
         Raises:
-            NonFiniteLossError: before the optimizer step, naming step, micro-batch and worst sequences.
-            NonFiniteGradientError: after it; the trainer is of no use any more.
+            NonFiniteLossError: a loss, or only the gradient, is not finite; names step, micro-batch and worst
+                sequences where it is the loss. Nothing was updated.
             TrainerError: no micro-batch was given.
         """
         if not batches:
@@ -178,10 +178,10 @@ class Trainer:
             group["lr"] = rate
         self._engine.step()
         grad_norm = float(self._engine.get_global_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise NonFiniteGradientError(
-                f"step {self._num_steps}: the gradient's norm is {grad_norm}; it must be finite. The masters in memory"
-                " are spoilt, nothing was saved. Resume from the checkpoint with a lower optim.lr"
+        if not math.isfinite(grad_norm):  # DeepSpeed has skipped the update without a word
+            raise NonFiniteLossError(
+                f"step {self._num_steps}: the loss is {total}, its gradient is not finite. Nothing was updated. Look at"
+                " the step's sequences and lower optim.lr"
             )
         self._num_steps += 1
         return StepResult(loss=total, grad_norm=grad_norm, learning_rate=rate)

@@ -188,6 +188,21 @@ def test_a_non_finite_loss_changes_nothing_and_names_its_sequences(bad: float) -
         assert torch.equal(tensor, untouched.masters()[name]), f"{name} kept a gradient of the failed step"
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run_although_the_loss_is_finite() -> None:
+    config = tiny_config()
+    trainer = _trainer(config)
+
+    def loss(index: int, logprobs_T: Tensor, _entropy_T: Tensor) -> LossPart:
+        return LossPart(loss=(logprobs_T.sum() * 0).sqrt(), name=f"micro-batch {index}")
+
+    before = trainer.masters()
+    with pytest.raises(NonFiniteLossError, match=r"step 0: the loss is 0\.0, its gradient is not finite"):
+        trainer.train_step([_batch(config, (9,), seed=1)], loss)
+    assert trainer.num_steps == 0
+    for name, tensor in trainer.masters().items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_a_step_without_micro_batches_is_refused() -> None:
     with pytest.raises(TrainerError, match="no micro-batch"):
         _trainer(tiny_config()).train_step([], _negative_sum())
