@@ -28,7 +28,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollforward.conf.console import Progress
+from rollforward.conf.console import Progress, say
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
 from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
@@ -145,6 +145,10 @@ class Controller:
         state = self._restore()
         self._publish(state.step)
         before = self._evaluate(0) if state.step == 0 else self._recall_evaluation(0)
+        for one in before:
+            say(
+                f"{one.task} accuracy before the first step {one.accuracy:.3f} ({one.correct} of {one.judged} held-out)"
+            )
         # The last step is always evaluated, before its checkpoint.
         after = self._recall_evaluation(state.step) if state.step == self._run.steps else before
         self._seconds = {}
@@ -259,4 +263,6 @@ def _shown(values: dict[str, float]) -> dict[str, object]:
         "probs_diff_max": "training/rollout_probs_diff_max",
     }
     shown: dict[str, object] = {label: values[name] for label, name in names.items() if name in values}
-    return shown | {name.split("/")[1]: value for name, value in values.items() if name.startswith("val-core/")}
+    return shown | {
+        f"{name.split('/')[1]} accuracy": value for name, value in values.items() if name.startswith("val-core/")
+    }

@@ -106,12 +106,14 @@ class SFTLoop:
         with console.Progress("sft", self._run.steps, done=state.step, every=10) as progress:
             while state.step < self._run.steps:
                 state, values = self._step(state)
+                shown: dict[str, object] = {"loss": values["sft/loss"], "tokens_per_s": values["perf/throughput"]}
                 if self._is_due(state.step, self._run.eval.every_steps):
                     accuracy = self._evaluate(state.step)
                     values |= accuracy_values(accuracy)
+                    shown |= {f"{one.task} accuracy": one.accuracy for one in accuracy}
                 # Logged before the checkpoint: a step that a killed run repeats stands twice, none is missing.
                 self._tracker.log(state.step, values)
-                progress.step({"loss": values["sft/loss"], "tokens_per_s": values["perf/throughput"]})
+                progress.step(shown)
                 if self._is_due(state.step, self._run.checkpoint_every_steps):
                     save_checkpoint(checkpoints, state, self._trainer.save, keep=self._run.keep_checkpoints)
         model_dir = self._run_dir / "model"
