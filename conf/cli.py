@@ -4,13 +4,15 @@ A verb is one line in VERBS. Its schema is imported to validate, its module only
 answer without torch or ray. Configurations are composed in conf/load.py, recipes read in conf/recipe.py.
 """
 
+import contextlib
+import fcntl
 import importlib
 import importlib.metadata
 import json
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -234,7 +236,7 @@ def execute(jobs: Sequence[Job]) -> int:
     """Runs the jobs in order. One that finished earlier in its run_dir is kept; the first that fails ends the rest.
 
     Raises:
-        RunDirError: a run_dir holds a run with other settings.
+        RunDirError: a run_dir holds a run with other settings, or another process works in it.
     """
     for job in jobs:
         _check_run_dir(job)
@@ -245,20 +247,45 @@ def execute(jobs: Sequence[Job]) -> int:
                 console.say(f"run {place} was finished earlier, kept: {job.run_dir}")
                 continue
             console.say(f"run {place} in {job.run_dir}")
-            write_resolved(job.config, job.run_dir / "config.json")
-        start_s = time.monotonic()
-        work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
-        try:
-            code = work(job.config) or 0
-        except BaseException:
-            if job.again is not None:
-                console.say(f"{job.name} has not finished; the same command with run_dir={job.again} goes on")
-            raise
+            job.run_dir.mkdir(parents=True, exist_ok=True)
+        with contextlib.nullcontext() if job.run_dir is None else _held(job.run_dir):
+            code = _work(job)
         if code != 0:
             return code
-        if job.run_dir is not None:
-            done = {"name": job.name, "verb": job.verb, "seconds": round(time.monotonic() - start_s, 3)}
-            (job.run_dir / "finished.json").write_text(json.dumps(done) + "\n", encoding="utf-8")
+    return 0
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Generator[None]:
+    """Keeps other processes out of a run directory as long as one works in it."""
+    with (run_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError(
+                f"{run_dir} is in use by another process; two would overwrite each other's checkpoints. Wait for its"
+                " end, or choose another run_dir."
+            ) from None
+        yield
+
+
+def _work(job: Job) -> int:
+    """Runs one job and notes that it finished; returns its code."""
+    if job.run_dir is not None:
+        write_resolved(job.config, job.run_dir / "config.json")
+    start_s = time.monotonic()
+    work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
+    try:
+        code = work(job.config) or 0
+    except BaseException:
+        if job.again is not None:
+            console.say(f"{job.name} has not finished; the same command with run_dir={job.again} goes on")
+        raise
+    if code != 0:
+        return code
+    if job.run_dir is not None:
+        done = {"name": job.name, "verb": job.verb, "seconds": round(time.monotonic() - start_s, 3)}
+        (job.run_dir / "finished.json").write_text(json.dumps(done) + "\n", encoding="utf-8")
     return 0
 
 
