@@ -3,6 +3,7 @@
 The verbs' work is played by modules made here; the real ones have their own tests.
 """
 
+import fcntl
 import json
 import shlex
 import subprocess
@@ -105,6 +106,18 @@ def test_other_settings_in_an_old_run_dir_are_refused_before_anything_runs(calls
     with pytest.raises(RunDirError, match=r"steps \(was 7, now 8\)"):
         cli.execute(cli.plan_jobs("train", ["recipe=two.yaml", "run_dir=out", "steps=8"]))
     assert len(calls) == 2
+
+
+def test_a_run_dir_in_which_another_process_works_is_refused(
+    calls: list[FakeRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cli.main(["sft", "run_dir=out", "steps=2"]) == 2
+    assert "out is in use by another process" in capsys.readouterr().err
+    assert calls == []
+    assert cli.main(["sft", "run_dir=out", "steps=2"]) == 0
 
 
 def test_every_run_is_validated_before_the_first_starts(calls: list[FakeRun]) -> None:
