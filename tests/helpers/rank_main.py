@@ -1,4 +1,4 @@
-"""What one process of `run_on_ranks` executes: join the group, load the test module from its file, call the function."""
+"""What one process of `run_on_ranks` executes: join the group, load the test module, call the function."""
 
 import importlib.util
 import json
