@@ -29,7 +29,7 @@ from rollforward.conf.load import (
     write_resolved,
 )
 from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names
-from rollforward.conf.schema import Field, element_fields, has_parts, nearest, schema_fields
+from rollforward.conf.schema import Field, element_fields, has_parts, nearest, schema_fields, value_at
 
 __all__ = ["VERBS", "Job", "Verb", "execute", "main", "plan_jobs"]
 
@@ -277,8 +277,8 @@ def _work(job: Job) -> int:
     work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
     try:
         code = work(job.config) or 0
-    except BaseException:
-        if job.again is not None:
+    except BaseException as error:
+        if job.again is not None and _user_error(error) is None:
             console.say(f"{job.name} has not finished; the same command with run_dir={job.again} goes on")
         raise
     if code != 0:
@@ -340,7 +340,10 @@ def _help_text() -> str:
 def _verb_help_text(verb: str) -> str:
     schema = _schema_of(verb)
     set_elsewhere = {"run_dir": f"runs/{verb}-DATE, or runs/RECIPE-DATE/RUN in a recipe"}
-    set_elsewhere |= {key: text.strip('"') for key, text in _flat(compose_data(verb)).items()}
+    base = compose_data(verb)
+    for field in schema_fields(schema):
+        with contextlib.suppress(KeyError, TypeError):
+            set_elsewhere[field.path] = str(value_at(base, tuple(field.path.split("."))))
     inside = [_field_text(field, {}) for field in element_fields(schema)]
     groups = [
         f"  {group}={'|'.join(options)}" for group, options in config_groups().items() if has_parts(schema, group)

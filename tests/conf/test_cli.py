@@ -101,6 +101,17 @@ def test_who_is_interrupted_learns_how_to_go_on(
     assert f"the same command with run_dir={tmp_path}/out goes on" in capsys.readouterr().err
 
 
+def test_who_made_a_mistake_is_not_told_to_repeat_it(
+    calls: list[FakeRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(config: FakeRun) -> int:
+        raise ConfError("no such dataset")
+
+    monkeypatch.setattr(sys.modules["fake_work"], "main", refuses)
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 2
+    assert "goes on" not in capsys.readouterr().err
+
+
 def test_other_settings_in_an_old_run_dir_are_refused_before_anything_runs(calls: list[FakeRun]) -> None:
     assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 0
     with pytest.raises(RunDirError, match=r"steps \(was 7, now 8\)"):
