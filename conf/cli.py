@@ -5,21 +5,20 @@ answer without torch or ray. Configurations are composed in conf/load.py, recipe
 """
 
 import contextlib
-import fcntl
+import errno
 import importlib
 import importlib.metadata
-import json
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import msgspec
 
 from rollforward.conf import console
-from rollforward.conf.errors import RunDirError, UsageError
+from rollforward.conf.errors import UsageError
 from rollforward.conf.load import (
     compose_data,
     config_groups,
@@ -29,6 +28,7 @@ from rollforward.conf.load import (
     write_resolved,
 )
 from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names
+from rollforward.conf.run_dir import CONFIG_NAME, check_settings, finish, held, is_finished
 from rollforward.conf.schema import Field, element_fields, has_parts, nearest, schema_fields, value_at
 
 __all__ = ["VERBS", "Job", "Verb", "execute", "main", "plan_jobs"]
@@ -95,10 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+_DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
+"""What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
+
+
 def _user_error(error: BaseException) -> BaseException | None:
-    """The error to tell without a traceback: a ValueError of some folder's errors.py, also when Ray wrapped it."""
+    """The error to tell without a traceback: a ValueError of some folder's errors.py or a disk that refuses, also when
+    Ray wrapped it."""
     cause = getattr(error, "cause", None)
     for candidate in (cause, error):
+        if isinstance(candidate, OSError) and candidate.errno in _DISK_ERRORS:
+            return candidate
         if isinstance(candidate, ValueError):
             modules = [base.__module__.split(".") for base in type(candidate).__mro__]
             if any(parts[0] == "rollforward" and parts[-1] == "errors" for parts in modules):
@@ -236,43 +243,28 @@ def execute(jobs: Sequence[Job]) -> int:
     """Runs the jobs in order. One that finished earlier in its run_dir is kept; the first that fails ends the rest.
 
     Raises:
-        RunDirError: a run_dir holds a run with other settings, or another process works in it.
+        RunDirError: a run_dir holds a run with other settings, is in use by another process, or cannot be written.
     """
     for job in jobs:
-        _check_run_dir(job)
+        if job.run_dir is not None:
+            check_settings(job.run_dir, job.config)
     for index, job in enumerate(jobs):
         place = f"{index + 1} of {len(jobs)}: {job.name}"
-        if job.run_dir is not None:
-            if (job.run_dir / "finished.json").exists():
-                console.say(f"run {place} was finished earlier, kept: {job.run_dir}")
-                continue
-            console.say(f"run {place} in {job.run_dir}")
-            job.run_dir.mkdir(parents=True, exist_ok=True)
-        with contextlib.nullcontext() if job.run_dir is None else _held(job.run_dir):
-            code = _work(job)
+        with contextlib.nullcontext() if job.run_dir is None else held(job.run_dir):
+            code = _execute(job, place)
         if code != 0:
             return code
     return 0
 
 
-@contextlib.contextmanager
-def _held(run_dir: Path) -> Generator[None]:
-    """Keeps other processes out of a run directory as long as one works in it."""
-    with (run_dir / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirError(
-                f"{run_dir} is in use by another process; two would overwrite each other's checkpoints. Wait for its"
-                " end, or choose another run_dir."
-            ) from None
-        yield
-
-
-def _work(job: Job) -> int:
-    """Runs one job and notes that it finished; returns its code."""
+def _execute(job: Job, place: str) -> int:
+    """Runs one job, which has its run_dir for itself."""
     if job.run_dir is not None:
-        write_resolved(job.config, job.run_dir / "config.json")
+        if is_finished(job.run_dir):
+            console.say(f"run {place} was finished earlier, kept: {job.run_dir}")
+            return 0
+        console.say(f"run {place} in {job.run_dir}")
+        write_resolved(job.config, job.run_dir / CONFIG_NAME)
     start_s = time.monotonic()
     work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
     try:
@@ -281,39 +273,9 @@ def _work(job: Job) -> int:
         if job.again is not None and _user_error(error) is None:
             console.say(f"{job.name} has not finished; the same command with run_dir={job.again} goes on")
         raise
-    if code != 0:
-        return code
-    if job.run_dir is not None:
-        done = {"name": job.name, "verb": job.verb, "seconds": round(time.monotonic() - start_s, 3)}
-        (job.run_dir / "finished.json").write_text(json.dumps(done) + "\n", encoding="utf-8")
-    return 0
-
-
-def _check_run_dir(job: Job) -> None:
-    if job.run_dir is None or not (job.run_dir / "config.json").exists():
-        return
-    before = _flat(json.loads((job.run_dir / "config.json").read_text(encoding="utf-8")))
-    now = _flat(msgspec.to_builtins(job.config))
-    if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-        shown = ", ".join(
-            f"{key} (was {before.get(key, 'absent')}, now {now.get(key, 'absent')})" for key in changed[:5]
-        )
-        raise RunDirError(
-            f"{job.run_dir} holds a run with other settings: {shown}. A run goes on only as it was begun: "
-            "choose another run_dir, or repeat its settings."
-        )
-
-
-def _flat(data: object, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> JSON of the value."""
-    if isinstance(data, dict) and data:
-        items = cast("dict[str, object]", data).items()
-        return {
-            path: text
-            for key, value in items
-            for path, text in _flat(value, f"{prefix}.{key}" if prefix else key).items()
-        }
-    return {prefix: json.dumps(data)}
+    if code == 0 and job.run_dir is not None:
+        finish(job.run_dir, name=job.name, verb=job.verb, seconds=time.monotonic() - start_s)
+    return code
 
 
 def _help_text() -> str:

@@ -6,6 +6,7 @@ Schema classes live beside what they configure, verbs and recipes in conf/cli.py
 
 import functools
 import json
+import math
 import os
 import re
 import warnings
@@ -60,6 +61,8 @@ LIBRARY_ENVIRONMENT: Mapping[str, str] = {
     "DS_ACCELERATOR": "cpu",
     # DeepSpeed asks for it in every process; ranks of one machine are told apart by the process group.
     "LOCAL_RANK": "0",
+    # What a local cluster of Ray's does anyway, with a warning when it is not said: its processes show a token.
+    "RAY_AUTH_MODE": "token",
 }
 """Variables that libraries read when they are imported and take no argument for; what the user has set is kept."""
 
@@ -237,10 +240,27 @@ def decode(schema: type[_Schema], data: Mapping[str, Any]) -> _Schema:
     if unknown:
         everywhere = [field.path for field in schema_fields(schema)]
         raise ConfigError("\n".join(_unknown_text(key, here, everywhere) for key, here in unknown))
+    if (found := _no_number(data)) is not None:
+        raise ConfigError(
+            f"{found[0]} is {found[1]}; a number is finite and an integer lies within 64 bits. Change it."
+        )
     try:
         return msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
         raise ConfigError(_validation_text(schema, data, str(error))) from error
+
+
+def _no_number(data: object, path: str = "") -> tuple[str, object] | None:
+    """(dotted key, value) of the first number that JSON or a 64-bit integer cannot hold."""
+    items: list[tuple[str, object]] = []
+    if isinstance(data, Mapping):
+        mapping = cast("Mapping[object, object]", data)
+        items = [(f"{path}.{key}" if path else str(key), value) for key, value in mapping.items()]
+    elif isinstance(data, list):
+        items = [(f"{path}[{index}]", value) for index, value in enumerate(cast("list[object]", data))]
+    elif (isinstance(data, float) and not math.isfinite(data)) or (isinstance(data, int) and data.bit_length() > 63):
+        return path, data
+    return next((found for key, value in items if (found := _no_number(value, key)) is not None), None)
 
 
 def _unknown_text(key: str, here: list[str], everywhere: list[str]) -> str:

@@ -22,4 +22,4 @@ class OptimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Steps of linear rise to `lr`; step i (from 0) has lr x (i + 1) / warmup_steps."""
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
-    """A gradient with a larger L2 norm is scaled down to it. `.inf` never scales."""
+    """A gradient with a larger L2 norm is scaled down to it. 1e30 never scales."""

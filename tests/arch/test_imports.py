@@ -25,6 +25,7 @@ CONF: dict[str, tuple[str, ...]] = {
     "conf/console.py": (),
     "conf/schema.py": (),
     "conf/load.py": ("conf.errors", "conf.schema"),
+    "conf/run_dir.py": ("conf.errors",),
     "conf/recipe.py": ("conf.errors", "conf.schema", "conf.load"),
 }
 # library -> files that may import it.

@@ -3,6 +3,7 @@
 The verbs' work is played by modules made here; the real ones have their own tests.
 """
 
+import errno
 import fcntl
 import json
 import shlex
@@ -246,3 +247,14 @@ def test_answering_imports_neither_torch_nor_ray(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_full_disk_is_told_without_traceback(
+    calls: list[FakeRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(config: FakeRun) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/file")
+
+    monkeypatch.setattr(sys.modules["fake_work"], "main", full)
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 2
+    assert "error: [Errno 28] No space left on device: 'out/file'" in capsys.readouterr().err

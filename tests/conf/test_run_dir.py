@@ -1,0 +1,75 @@
+"""Proves: a run directory serves one process and one run; lost or damaged files of it are named, never guessed at."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollforward.conf.errors import RunDirError
+from rollforward.conf.load import write_resolved
+from rollforward.conf.run_dir import CONFIG_NAME, FINISHED_NAME, check_settings, finish, held, is_finished
+
+
+class Settings(msgspec.Struct, frozen=True):
+    steps: int = 1
+
+
+def test_one_process_at_a_time_and_a_killed_one_frees_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from rollforward.conf.run_dir import held\n"
+        f"with held(Path({str(tmp_path / 'run')!r})): print('in', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "in\n"
+    with pytest.raises(RunDirError, match="in use by another process"), held(tmp_path / "run"):
+        pass
+    other.kill()
+    other.wait()
+    with held(tmp_path / "run"):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(RunDirError, match="Choose another run_dir"), held(run_dir):
+            pass
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]"])
+def test_damaged_settings_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / CONFIG_NAME).write_bytes(content)
+    with pytest.raises(RunDirError):
+        check_settings(tmp_path, Settings())
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl", FINISHED_NAME])
+def test_a_run_without_its_settings_is_not_gone_on_with(tmp_path: Path, left: str) -> None:
+    write_resolved(Settings(), tmp_path / CONFIG_NAME)
+    (tmp_path / left).write_text("")
+    check_settings(tmp_path, Settings())
+    (tmp_path / CONFIG_NAME).unlink()
+    with pytest.raises(RunDirError, match=f"holds {left} of a run but not its config.json"):
+        check_settings(tmp_path, Settings())
+
+
+def test_a_directory_with_other_things_may_become_a_run(tmp_path: Path) -> None:
+    (tmp_path / "console.txt").write_text("")
+    check_settings(tmp_path, Settings())
+    check_settings(tmp_path / "absent", Settings())
+
+
+def test_only_a_whole_mark_finishes(tmp_path: Path) -> None:
+    assert not is_finished(tmp_path)
+    finish(tmp_path, name="a", verb="sft", seconds=1.23456)
+    assert is_finished(tmp_path)
+    assert json.loads((tmp_path / FINISHED_NAME).read_text()) == {"name": "a", "verb": "sft", "seconds": 1.235}
+    assert os.listdir(tmp_path) == [FINISHED_NAME]
+    for content in ("", '{"name"', "[]", "{}"):
+        (tmp_path / FINISHED_NAME).write_text(content)
+        assert not is_finished(tmp_path)
