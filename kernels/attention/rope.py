@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rollforward.kernels.attention.rope_ref import rotate_pairs_ref
+from rollforward.kernels.checks import bind_shapes
+from rollforward.kernels.errors import ShapeError
 
 
 class _Rope(torch.autograd.Function):
@@ -88,7 +90,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     Returns:
         [..., d] float32.
 
+    Raises:
+        ShapeError: cos and sin differ, or they have more pairs than x.
+
     Invariants: row-invariant; the gradient is the opposite rotation.
     Source: DeepSeek-V4 reference apply_rotary_emb (GPT-J pairing, not halves).
     """
+    bind_shapes("rope", cos=(cos, "... P"), sin=(sin, "... P"))
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ShapeError(
+            f"rope: x has shape {list(x.shape)} and cos {list(cos.shape)}; two dimensions of x rotate for each of cos."
+            " Pass tables of at most half its width."
+        )
     return _Rope.apply(x, cos, -sin if inverse else sin)

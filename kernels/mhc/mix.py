@@ -5,7 +5,7 @@ Here: the public functions. The arithmetic is in ``mix_ref.py``, the normalisati
 
 from torch import Tensor
 
-from rollforward.kernels.checks import check_shapes
+from rollforward.kernels.checks import bind_shapes, check_shapes
 from rollforward.kernels.mhc.mix_ref import mhc_head_ref, mhc_mix_ref, mhc_post_ref, mhc_pre_ref
 
 
@@ -27,7 +27,10 @@ def mhc_mix(
     Invariants: row-invariant, deterministic.
     Source: DeepSeek-V4 reference model.py hc_pre.
     """
-    check_shapes("mhc_mix", streams_TMD=streams_TMD, fn_XJ=fn_XJ, base_X=base_X)
+    sizes = check_shapes("mhc_mix", streams_TMD=streams_TMD, fn_XJ=fn_XJ, base_X=base_X, scale_3=scale_3)
+    num_streams = sizes["M"]
+    rows, columns = (2 + num_streams) * num_streams, num_streams * sizes["D"]
+    bind_shapes("mhc_mix", fn_XJ=(fn_XJ, f"{rows} {columns}"))
     return mhc_mix_ref(streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps)
 
 
@@ -59,5 +62,6 @@ def mhc_head(
     streams_TMD: Tensor, fn_MJ: Tensor, base_M: Tensor, scale_1: Tensor, *, eps: float, norm_eps: float
 ) -> Tensor:
     """Merge the streams before the final norm, without Sinkhorn. [T, M, D] -> [T, D] float32; row-invariant."""
-    check_shapes("mhc_head", streams_TMD=streams_TMD, fn_MJ=fn_MJ, base_M=base_M)
+    sizes = check_shapes("mhc_head", streams_TMD=streams_TMD, fn_MJ=fn_MJ, base_M=base_M, scale_1=scale_1)
+    bind_shapes("mhc_head", fn_MJ=(fn_MJ, f"M {sizes['M'] * sizes['D']}"))
     return mhc_head_ref(streams_TMD, fn_MJ, base_M, scale_1, eps=eps, norm_eps=norm_eps)

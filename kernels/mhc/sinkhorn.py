@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rollforward.kernels.checks import check_shapes
 from rollforward.kernels.mhc.sinkhorn_ref import sinkhorn_backward_ref, sinkhorn_ref
 
 
@@ -34,4 +35,5 @@ def sinkhorn(m_MMT: Tensor, *, iters: int, eps: float) -> Tensor:
     Invariants: row-invariant in T; deterministic gradient.
     Source: DeepSeek-V4 reference kernel.py (released code, not the report's equation 8).
     """
+    check_shapes("sinkhorn", m_MMT=m_MMT)
     return _Sinkhorn.apply(m_MMT, iters, eps)

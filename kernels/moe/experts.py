@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollforward.kernels.checks import check_shapes
+from rollforward.kernels.checks import bind_shapes, check_shapes
 from rollforward.kernels.moe.grouped_linear_ref import grouped_linear_backward_ref, grouped_linear_ref
 from rollforward.kernels.moe.permute_ref import permute_plan_ref
 from rollforward.kernels.rowwise import silu, take_rows
@@ -33,6 +33,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
 
     Source: DeepSeek-V4 reference Expert (the gate has no lower bound; the shared expert clamps as well).
     """
+    bind_shapes("clamped_swiglu", gate=(gate, "... F"), up=(up, "... F"))
     return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
@@ -63,7 +64,13 @@ def routed_experts(
     Source: DeepSeek-V4 reference MoE and Expert.
     """
     check_shapes(
-        "routed_experts", x_TD=x_TD, experts_TK=experts_TK, weights_TK=weights_TK, w1_EFD=w1_EFD, w3_EFD=w3_EFD
+        "routed_experts",
+        x_TD=x_TD,
+        experts_TK=experts_TK,
+        weights_TK=weights_TK,
+        w1_EFD=w1_EFD,
+        w3_EFD=w3_EFD,
+        w2_EDF=w2_EDF,
     )
     num_tokens, slots = experts_TK.shape
     if num_tokens == 0:

@@ -29,6 +29,7 @@ def gate_scores(logits_TE: Tensor) -> Tensor:
 
     The gradient is finite for every finite logit.
     """
+    check_shapes("gate_scores", logits_TE=logits_TE)
     return _GateScores.apply(logits_TE)
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rollforward.kernels.checks import bind_shapes
 from rollforward.kernels.norm.rms_norm_ref import rms_norm_backward_ref, rms_norm_ref
 
 
@@ -36,4 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float) -> Tensor:
     Invariants: row-invariant forward; the gradient repeats bit for bit.
     Source: DeepSeek-V4 reference, RMSNorm (fp32 inside).
     """
+    sizes = bind_shapes("rms_norm", x=(x, "... D"))
+    if weight is not None:
+        bind_shapes("rms_norm", weight=(weight, f"{sizes['D']}"))
     return _RmsNorm.apply(x, weight, eps)
