@@ -65,6 +65,7 @@ def _finish(recipe: Path, run_dir: Path) -> dict[str, Any]:
     done = subprocess.run(_command(recipe, run_dir), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DeepSpeed" not in done.stdout, "standard output holds results, not what libraries print"
+    assert "Token authentication" not in done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
