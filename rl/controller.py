@@ -229,7 +229,7 @@ class Controller:
         return msgspec.json.decode(self._evaluation_file(step).read_bytes(), type=tuple[TaskAccuracy, ...])
 
     def _evaluation_file(self, step: int) -> Path:
-        return self._run_dir / f"eval_{step:06d}.json"
+        return self._run_dir / evaluation_name(step)
 
     def _restore(self) -> LoopState:
         found = latest_checkpoint(self._run_dir / CHECKPOINTS_NAME)
@@ -252,6 +252,11 @@ class Controller:
         start_s = time.monotonic()
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - start_s
+
+
+def evaluation_name(step: int) -> str:
+    """Name of the file in a run directory with the evaluation after ``step`` steps and some answers."""
+    return f"eval_{step:06d}.json"
 
 
 def _shown(values: dict[str, float]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from rollforward.conf import console
 from rollforward.conf.load import LIBRARY_ENVIRONMENT
 from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.config import RLRun
-from rollforward.rl.controller import Controller, RunOutcome
+from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
@@ -49,7 +49,7 @@ def main(run: RLRun) -> int:
     trained_dir = run_dir / "model"
     if not trained_dir.exists():
         version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(trained_dir)
-    _report(run_dir, outcome, time.monotonic() - start_s)
+    _report(run, run_dir, outcome, time.monotonic() - start_s)
     return 0
 
 
@@ -79,7 +79,7 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
     return RolloutPool(actors), LearnerPool(learners)
 
 
-def _report(run_dir: Path, outcome: RunOutcome, seconds: float) -> None:
+def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, seconds: float) -> None:
     tasks = {
         before.task: {"eval_before": before.accuracy, "eval_after": after.accuracy}
         for before, after in zip(outcome.before, outcome.after, strict=True)
@@ -88,7 +88,14 @@ def _report(run_dir: Path, outcome: RunOutcome, seconds: float) -> None:
         f"{name} accuracy": f"{values['eval_before']:.3f} -> {values['eval_after']:.3f}"
         for name, values in tasks.items()
     }
-    rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME, "token log": run_dir / "wal"}
+    model_dir = run_dir / "model"
+    rows |= {
+        "model": model_dir,
+        "answers": run_dir / evaluation_name(outcome.steps),
+        "metrics": run_dir / METRICS_NAME,
+        "token log": run_dir / "wal",
+        "in Python": f"rollforward.model.load_model({str(model_dir)!r}, precision={run.precision!r})",
+    }
     console.summary(f"trained {outcome.steps} steps in {seconds:.0f} s", rows)
     result = {
         "tasks": tasks,

@@ -5,6 +5,7 @@ Sizes are small; `make train` is the same with the tiny recipe's numbers. Not he
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def _finish(recipe: Path, run_dir: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DeepSpeed" not in done.stdout, "standard output holds results, not what libraries print"
     assert "Token authentication" not in done.stderr
+    told = re.findall(r"^  (model|answers|metrics|token log) +(\\S.*)$", done.stdout, re.MULTILINE)
+    assert len(told) >= 4, done.stdout
+    assert [path for _, path in told if not Path(path).exists()] == []
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
