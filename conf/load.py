@@ -1,6 +1,6 @@
 """YAML and overrides to a frozen, validated configuration: Hydra composes, msgspec decodes into the class it is given.
 
-The only importer of hydra and omegaconf, and the only reader of the process's environment besides kernels/dispatch.py.
+The only importer of hydra and omegaconf, and the only place that touches the process's environment.
 Schema classes live beside what they configure, verbs and recipes in conf/cli.py and conf/recipe.py.
 """
 
@@ -32,7 +32,6 @@ __all__ = [
     "compose_data",
     "config_groups",
     "decode",
-    "environment_variable",
     "load_config",
     "read_yaml",
     "set_library_environment",
@@ -47,11 +46,6 @@ _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 _RUN_GROUP = "_run"
 _HYDRA_LETS_THROUGH = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
 """What Hydra raises, untranslated, on overrides that it did not expect: a number in place of a group's option."""
-
-
-def environment_variable(name: str) -> str | None:
-    """The value of an environment variable, None when it is not set."""
-    return os.environ.get(name)
 
 
 LIBRARY_ENVIRONMENT: Mapping[str, str] = {

@@ -1,7 +1,7 @@
 """Executed shape notation: one call binds dimension letters across an op's arguments and raises when they disagree.
 
 What lives here: checks for public boundaries (`kernels/**/op.py`, `rl/losses/*`). A call costs a few microseconds.
-What does not: the letters' meaning, which is project-wide (docs/design.md).
+What does not: the letters' meaning, which is project-wide (CONTRIBUTING.md).
 
 Pattern language, space separated:
     letter or word  a dimension; equal names must have equal sizes in the whole call

@@ -1,6 +1,6 @@
 """Errors of `rollforward.kernels`; every one is picklable, because it crosses Ray.
 
-A `ValueError` is the caller's to fix, a `RuntimeError` is what the machine lacks. None is worth a retry.
+All are the caller's to fix (`ValueError`). None is worth a retry.
 """
 
 
@@ -22,7 +22,3 @@ class NonFiniteError(KernelError, ValueError):
 
 class ScaleRangeError(KernelError, ValueError):
     """Scales that no lossless FP4 to FP8 conversion can carry, or the NaN scale; the caller fixes the weights."""
-
-
-class BackendError(KernelError, RuntimeError):
-    """The backend that the configuration names is absent here; the caller names another one, nothing falls back."""

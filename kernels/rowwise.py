@@ -4,7 +4,7 @@ On a CPU the library's own sigmoid, softplus and silu use one code path for full
 plain sum groups its terms by the padded width; a row's bits would then depend on where it lies in a batch. The forms
 here use only operations that keep their bits (exp, log1p, division, products, additions in a written order).
 
-Here: the shared forms. Not here: matrix products (``linear/``), selections with ties (``select.py``).
+Here: the shared forms. Not here: matrix products (``linear/``), selections with ties (``attention/index_topk_ref.py``).
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Attention of one layer: low-rank query, one shared KV head, window plus compressed entries, sink, grouped output.
 
-Here: the arithmetic of model_spec sections 2.5 to 2.8 on flat tokens. Which keys exist is decided in ``segments.py``,
-where they are kept in ``cache.py``, how they are multiplied in ``kernels/attention``.
+Here: the arithmetic of DeepSeek-V4's reference Attention on flat tokens. Which keys exist is decided in
+``segments.py``, where they are kept in ``cache.py``, how they are multiplied in ``kernels/attention``.
 """
 
 import torch

@@ -3,28 +3,25 @@
 ``fp32`` is the reference mode (no quantiser anywhere), to be compared with other implementations. ``native`` applies
 the formats of the released model: GEMM inputs in groups of 128 along K where the weight is FP4 or FP8, the KV cache in
 groups of 64 on the plain dims (rotary dims BF16), indexer queries and keys in FP4 after a Hadamard rotation with BF16
-scores. Gradients pass straight through. Learner and engine share this file, so they quantise alike (promise P4).
+scores. Gradients pass straight through. Learner and engine share this file, so they quantise alike
+(docs/design.md, P4).
 
 Here: activations. Weights are published in ``precision.py``.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from rollforward.kernels.quant.bf16 import fake_quant_bf16
+from rollforward.kernels.quant.formats import FP8_BLOCK, KV_GROUP
 from rollforward.kernels.quant.fp4_group import fake_quant_fp4_group
 from rollforward.kernels.quant.fp8 import fake_quant_fp8_group
 from rollforward.kernels.quant.hadamard import hadamard
 from rollforward.model.errors import ModelInputError
-
-Precision = Literal["fp32", "native"]
-"""``fp32``: quantisation off. ``native``: the released model's formats."""
-
-KV_GROUP = 64
-GEMM_GROUP = 128
+from rollforward.model.train_config import Precision
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Numerics:
 
     def gemm_input(self, x_TK: Tensor) -> Tensor:
         """Quantise the input of a product with an FP4 or FP8 weight: E4M3, groups of 128 along K. [T, K]."""
-        return fake_quant_fp8_group(x_TK, group=GEMM_GROUP) if self.precision == "native" else x_TK
+        return fake_quant_fp8_group(x_TK, group=FP8_BLOCK) if self.precision == "native" else x_TK
 
     def kv_entry(self, kv_Td: Tensor, rotary_dim: int) -> Tensor:
         """Quantise window keys or compressed entries after RoPE: plain dims E4M3 by 64, rotary dims BF16. [T, d]."""

@@ -64,7 +64,6 @@ order.
 REQUIRED_CONTROL_TOKENS: Final[tuple[str, ...]] = CONTROL_TOKENS[:8]
 """The control tokens without which no conversation can be rendered."""
 
-_NUM_BYTES: Final = 256
 _WORDS: Final = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

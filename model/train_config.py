@@ -1,8 +1,12 @@
-"""Schema of the optimizer. Read by `model/trainer.py`; assembled in the roots of `rl/config.py`."""
+"""Schema of training: the optimizer and the number formats of the forward. Read by `model/trainer.py` and
+`model/numerics.py`; assembled in the roots of `rl/config.py`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
+
+Precision = Literal["fp32", "native"]
+"""Number formats of a forward: plain float32 everywhere, or the released model's formats."""
 
 Beta = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 """Decay of a running average, per step."""

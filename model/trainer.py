@@ -4,7 +4,7 @@
     caller--> backward --> gradients of the masters --DeepSpeed: sum over ranks, clip, AdamW--> masters
 
 The forward that backward goes through is the engine's own (``transformer.py``), so its log-probs equal the engine's
-bit for bit on the same weights (promise P3), and its weights are the published ones (promise P4).
+bit for bit on the same weights, and its weights are the published ones (docs/design.md, P3 and P4).
 
 Here: one process of a data-parallel group, without Ray. Not here: losses (rl/losses), batches (rl/batch.py), actors.
 """
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import NonFiniteLossError, TrainerError
-from rollforward.model.numerics import Precision
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.shapes import param_specs
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import OptimConfig, Precision
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import build_weights, published_tensors
 

@@ -19,9 +19,10 @@ from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.errors import ModelInputError
 from rollforward.model.moe import moe
-from rollforward.model.numerics import Numerics, Precision
+from rollforward.model.numerics import Numerics
 from rollforward.model.rope import RopeTable, rope_table
 from rollforward.model.segments import Segment, SegmentBatch
+from rollforward.model.train_config import Precision
 from rollforward.model.weights import BlockWeights, MixWeights, ModelWeights, build_weights, published_tensors
 
 
@@ -57,7 +58,7 @@ class Transformer:
             ModelInputError: for ids outside the vocabulary, a count that does not match the batch, or slots without
                 storage and the reverse.
 
-        Invariants: row-invariant (see DESIGN, the bit contract), the same with autograd on or off.
+        Invariants: row-invariant (docs/design.md, the bit contract), the same with autograd on or off.
         """
         self._check_tokens(token_T, batch)
         context = self._context(batch, storage)

@@ -36,7 +36,7 @@ def group_advantages(
     Raises:
         BatchError: a group of one, lengths that differ, or a reward that counts and is not finite.
 
-    Source: rl_practice 4.1; DeepSeek-V3.2 (no division), DeepSeekMath (division).
+    Source: DeepSeek-V3.2 (no division), DeepSeekMath (division).
     Example: rewards [1, 0, 0, 1] give [0.5, -0.5, -0.5, 0.5].
     """
     if rewards_G.shape != included_mask_G.shape or rewards_G.ndim != 1:

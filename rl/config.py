@@ -10,7 +10,7 @@ import msgspec
 
 from rollforward.model.config import PresetName
 from rollforward.model.tokenizer import TokenizerConfig
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import OptimConfig, Precision
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.types import SamplingParams
@@ -20,9 +20,6 @@ Normalisation = Literal["trajectory_mean", "token_mean"]
 
 Truncation = Literal["keep", "mask"]
 """A completion that ran out of budget is trained like others, or counts in the baseline without being trained."""
-
-Precision = Literal["native", "fp32"]
-"""The model's published number formats, or plain float32 everywhere."""
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]

@@ -14,9 +14,8 @@ from torch import Tensor
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.config import load_model_config
 from rollforward.model.metrics import Metric, merge_metrics
-from rollforward.model.numerics import Precision
 from rollforward.model.scoring import ScoringBatch, target_logprobs
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import OptimConfig, Precision
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.model.transformer import Model
 from rollforward.rl.batch import PackedBatch

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.numerics import Precision
+from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.router import merge_completions, split_requests

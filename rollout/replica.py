@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.numerics import Precision
+from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine

@@ -5,7 +5,7 @@
     LOCK                  held with flock by the live writer
 
 Here: names, atomic creation, locking and fencing. Not here: the bytes (sandbox/codec.py), the writer thread
-(rollout/wal.py), reading (rollout/wal_scan.py).
+(rollout/wal_commit.py), reading (rollout/wal_scan.py).
 """
 
 import fcntl

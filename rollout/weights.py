@@ -1,4 +1,5 @@
-"""Publishing weights: what the learner writes, what an engine must prove before it gets a request (promise P4).
+"""Publishing weights: what the learner writes, what an engine must prove before it gets a request (docs/design.md,
+P4).
 
     weights/v000003/   config.json + *.safetensors in the official layout, and manifest.json: version and one hash a
     tensor

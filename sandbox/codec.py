@@ -17,7 +17,6 @@ reader can tell a torn last write (nobody was told) from damage (somebody was).
 
 Here: bytes to records and back, never an exception on bad bytes when reading. Not here: files, directories, threads,
 durability (rollout/wal.py) and the meaning of payloads (rollout/wal_records.py).
-Source: reference page "Sandbox pool and token write-ahead log", B2 and B4; the frame header there has no batch_seq.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Log-probability of the drawn token: the one function that sampler and trainer both call (promise P3)."""
+"""Log-probability of the drawn token: the one function that sampler and trainer both call (docs/design.md, P3)."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def token_logprob(logits_TV: Tensor, token_T: Tensor, *, temperature: float) -> 
         logprob_T (<= 0) and entropy_T (nats, >= 0 up to rounding), float32.
 
     Invariants: row-invariant forward; padding the vocabulary with -inf changes no bit.
-    Source: DESIGN promise P3.
+    Source: docs/design.md, P3.
     """
     check_shapes("token_logprob", logits_TV=logits_TV, token_T=token_T)
     return _TokenLogprob.apply(logits_TV, token_T, temperature)

@@ -34,7 +34,7 @@ def grpo_loss(algorithm: GRPO, inputs: LossInputs) -> LossOutput:
     Raises:
         LossInputError: kl_beta is not 0 and there are no reference log-probs, or part of a trajectory is missing.
 
-    Source: rl_practice 4.1; DeepSeek-V3.2 section 3.1.
+    Source: DeepSeek-V3.2 section 3.1.
     """
     inputs = without_garbage(inputs)
     weight_T = inputs.token_weight_T

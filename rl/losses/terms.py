@@ -49,7 +49,7 @@ def unbiased_kl(ratio_T: Tensor, policy_logprobs_T: Tensor, reference_logprobs_T
     Returns:
         [T] float, >= 0; exactly 0 where policy and reference agree.
 
-    Source: rl_practice 4.1; DeepSeek-V3.2 section 3.1.
+    Source: DeepSeek-V3.2 section 3.1.
     """
     log_x_T = reference_logprobs_T - policy_logprobs_T
     return ratio_T * (torch.expm1(log_x_T) - log_x_T)

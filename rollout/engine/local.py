@@ -24,9 +24,9 @@ from torch import Tensor
 from rollforward.kernels.loss.logprob import token_logprob
 from rollforward.model.cache import allocate_cache, block_tokens, copy_sequence
 from rollforward.model.config import ModelConfig
-from rollforward.model.numerics import Precision
 from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.model.segments import Segment, SegmentBatch
+from rollforward.model.train_config import Precision
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import ModelWeights, build_weights
 from rollforward.rollout.config import RolloutConfig
