@@ -20,4 +20,5 @@ class UsageError(ConfError):
 
 
 class RunDirError(ConfError):
-    """The run directory holds another run. Choose another run_dir, or repeat the settings that it was begun with."""
+    """The run directory holds another run, is in use, is damaged, or cannot be written. Choose another run_dir, or put
+    right what the message names."""

@@ -1,8 +1,9 @@
 """Checkpoints of a run: a directory that is whole or absent, and the choice of the one to go on from.
 
-checkpoints/step_000040/   state.json (where the loop stands) and what the learner wrote
+checkpoints/step_000040/   state.json (where the loop stands, and a hash of every other file) and what the learner wrote
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -29,6 +30,14 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Next prompt or conversation to draw."""
 
 
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What state.json holds."""
+
+    state: LoopState
+    files: dict[str, str]
+    """Path inside the checkpoint -> 128-bit BLAKE2b hex digest of the file."""
+
+
 def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None], *, keep: int) -> Path:
     """Write a checkpoint, whole or not at all, and remove the oldest beyond ``keep``.
 
@@ -49,7 +58,8 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
             shutil.rmtree(leftover)
     partial.mkdir()
     write(partial)
-    (partial / STATE_NAME).write_bytes(msgspec.json.encode(state))
+    record = _Record(state=state, files=_file_hashes(partial))
+    (partial / STATE_NAME).write_bytes(msgspec.json.encode(record))
     _sync_tree(partial)
     partial.rename(target)
     _sync(root)
@@ -59,13 +69,37 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
 
 
 def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:
-    """Return the newest whole checkpoint, or None; a damaged one is named and the one before it is taken."""
+    """Return the newest checkpoint in which every byte is as it was written, or None; damaged ones are named."""
+    has_damage = False
     for directory in sorted(root.glob("step_*"), reverse=True):
         try:
-            return directory, msgspec.json.decode((directory / STATE_NAME).read_bytes(), type=LoopState)
+            record = msgspec.json.decode((directory / STATE_NAME).read_bytes(), type=_Record)
+            found = _file_hashes(directory)
         except (OSError, msgspec.MsgspecError) as error:
-            say(f"checkpoint {directory} is damaged ({error}); trying the one before it")
+            say(f"checkpoint {directory} is damaged: {error}")
+            has_damage = True
+            continue
+        if wrong := sorted(name for name, digest in record.files.items() if found.get(name) != digest):
+            say(f"checkpoint {directory} is damaged: {', '.join(wrong)}")
+            has_damage = True
+            continue
+        if has_damage:
+            say(f"going on from {directory}")
+        return directory, record.state
+    if has_damage:
+        say("no checkpoint is whole; going on from the start of the run")
     return None
+
+
+def _file_hashes(directory: Path) -> dict[str, str]:
+    """Path inside the directory -> hash, of every file but the state."""
+    hashes: dict[str, str] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != STATE_NAME:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            hashes[str(path.relative_to(directory))] = digest.hexdigest()
+    return hashes
 
 
 def _sync_tree(directory: Path) -> None:

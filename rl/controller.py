@@ -29,6 +29,7 @@ from typing import Protocol
 import msgspec
 
 from rollforward.conf.console import Progress, say
+from rollforward.conf.errors import RunDirError
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
 from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
@@ -226,7 +227,14 @@ class Controller:
 
     def _recall_evaluation(self, step: int) -> tuple[TaskAccuracy, ...]:
         """The evaluation after ``step`` steps, as an earlier process of the run wrote it."""
-        return msgspec.json.decode(self._evaluation_file(step).read_bytes(), type=tuple[TaskAccuracy, ...])
+        file = self._evaluation_file(step)
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=tuple[TaskAccuracy, ...])
+        except (OSError, msgspec.MsgspecError) as error:
+            raise RunDirError(
+                f"{file}, which an earlier process of this run wrote, cannot be read: {error}. Put it back, or remove"
+                f" {self._run_dir / CHECKPOINTS_NAME} to begin the run again"
+            ) from error
 
     def _evaluation_file(self, step: int) -> Path:
         return self._run_dir / evaluation_name(step)

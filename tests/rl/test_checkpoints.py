@@ -58,3 +58,35 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(
     assert found is not None
     assert found[1].step == 1
     assert "step_000002 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_flipped_bit_in_what_the_learner_wrote_is_damage_too(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, _state(step), _write(), keep=3)  # type: ignore[arg-type]
+    file = tmp_path / "step_000002" / "data"
+    match damage:
+        case "flip":
+            content = file.read_bytes()
+            file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        case "cut":
+            file.write_bytes(file.read_bytes()[:-1])
+        case _:
+            file.unlink()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1].step == 1
+    told = capsys.readouterr().err
+    assert "step_000002 is damaged: data" in told
+    assert f"going on from {found[0]}" in told
+
+
+def test_where_nothing_is_whole_the_run_begins_again_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(tmp_path, _state(1), _write(), keep=3)  # type: ignore[arg-type]
+    (tmp_path / "step_000001" / "data").write_text("")
+    assert latest_checkpoint(tmp_path) is None
+    assert "from the start of the run" in capsys.readouterr().err

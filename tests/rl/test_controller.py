@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollforward.conf.errors import RunDirError
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.config import load_model_config
 from rollforward.model.metrics import Metric
@@ -140,6 +141,50 @@ def test_a_run_that_was_killed_after_its_last_step_still_knows_its_accuracy(mode
     assert first.after != first.before
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_changes_no_weight(
+    undisturbed: tuple[RunOutcome, dict[str, str]], model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _finish(tmp_path / "run", model_dir)
+    (optimizer,) = (tmp_path / "run" / "checkpoints" / "step_000003").rglob("*optim_states.pt")
+    content = bytearray(optimizer.read_bytes())
+    content[len(content) // 2] ^= 1
+    optimizer.write_bytes(content)
+    outcome, tensors = _finish(tmp_path / "run", model_dir)
+    assert tensors == undisturbed[1]
+    assert outcome.after == undisturbed[0].after
+    told = capsys.readouterr().err
+    assert "step_000003 is damaged" in told
+    assert "step_000002" in told
+
+
+def test_a_lost_evaluation_is_named_with_its_way_out(model_dir: Path, tmp_path: Path) -> None:
+    _finish(tmp_path / "run", model_dir, steps=1)
+    (tmp_path / "run" / "eval_000000.json").write_text("[{")
+    with pytest.raises(RunDirError, match=r"eval_000000\.json.* cannot be read.*Put it back"):
+        _finish(tmp_path / "run", model_dir, steps=1)
+
+
+def test_a_damaged_log_is_named_and_its_requests_are_left_out(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed in the first step, then one flipped bit: the run goes on without the requests that the bit touched."""
+    controller, learner, rollout = build_controller(small_run(tmp_path / "run", model_dir))
+    controller._learner = _DyingLearner(learner, 1, after_update=False)  # type: ignore[assignment]
+    with pytest.raises(_KilledError):
+        controller.run()
+    for replica in rollout.replicas:
+        replica._log.abandon()
+    (segment,) = (tmp_path / "run" / "wal" / "engine-0").glob("*.wal")
+    data = bytearray(segment.read_bytes())
+    data[-200] ^= 1
+    segment.write_bytes(data)
+    _finish(tmp_path / "run", model_dir)
+    assert "token log" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["failure/infra/rate"] > 0
+    assert lines[1]["failure/infra/rate"] == 0
+
+
 def test_a_replica_that_does_not_hold_what_was_published_gets_no_request(model_dir: Path, tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", model_dir)
     controller, _, rollout = build_controller(run)
@@ -169,6 +214,7 @@ def test_held_out_answers_and_metrics_are_written(model_dir: Path, tmp_path: Pat
         "critic/rewards/mean",
         "response_length/mean",
         "training/rollout_probs_diff_max",
+        "wal/commits",
         "timing_s/gen",
         "timing_s/step",
         "val-core/chain_sum/acc/mean@1",
