@@ -15,6 +15,7 @@ from rollforward.rl.sampling import PromptEncoder
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tasks.types import Task
+from rollforward.rollout.weights import check_manifest
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 def load_parts(
     model_dir: Path, task_configs: Sequence[TaskConfig], *, max_prompt_tokens: int, max_new_tokens: int
 ) -> Parts:
-    """Load what a run needs besides weights, of which only the files' headers are looked at.
+    """Load what a run needs besides weights, of which the files' headers and, where there is a manifest, the hashes are
+    checked.
 
     Args:
         model_dir: checkpoint with its tokenizer.
@@ -43,7 +45,7 @@ def load_parts(
 
     Raises:
         ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
-        ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent or unusable.
+        ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
         TaskError: a task cannot be built as configured.
     """
     config = load_model_config(model_dir / "config.json")
@@ -63,6 +65,7 @@ def load_parts(
             " two limits"
         )
     check_entries(scan_checkpoint(model_dir), config)
+    check_manifest(model_dir, config)
     encoding = ChatEncoding(tokenizer)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=build_tasks(task_configs))

@@ -1,8 +1,8 @@
 """Publishing weights: what the learner writes, what an engine must prove before it gets a request (docs/design.md,
 P4).
 
-    weights/v000003/   config.json + *.safetensors in the official layout, and manifest.json: version and one hash a
-    tensor
+    weights/v000003/   config.json + *.safetensors in the official layout, tokenizer, and manifest.json: version and
+                       one hash a tensor and a file
 
 A directory appears under its name only when it is whole (written beside it, synced, renamed). A replica reads it,
 hashes what it will sample with, and answers with those hashes; the gate opens only where every hash equals the
@@ -19,8 +19,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rollforward.model.checkpoint import read_packed, write_checkpoint
-from rollforward.model.config import ModelConfig, load_model_config
+from rollforward.model.checkpoint import iter_checkpoint, read_packed, write_checkpoint
+from rollforward.model.config import ModelConfig, config_json, load_model_config
+from rollforward.model.errors import CheckpointError
 from rollforward.model.precision import PackedTensor
 from rollforward.rollout.errors import WeightsError
 
@@ -30,6 +31,7 @@ WEIGHTS_NAME = "weights"
 MANIFEST_NAME = "manifest.json"
 """Name of the manifest inside a published directory."""
 
+_CONFIG_NAME = "config.json"
 _HASH_BYTES = 16
 
 
@@ -40,6 +42,8 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Weight version, from 0; grows by one a publish."""
     tensors: dict[str, str]
     """Canonical name -> ``tensor_hash`` of the published bytes."""
+    files: dict[str, str] = {}
+    """Name of another file of the directory -> 128-bit BLAKE2b hex digest of it (of config.json: of what it says)."""
 
 
 class WeightsAck(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,16 +97,64 @@ def publish_weights(
         The manifest, which is also in the directory.
     """
     root.mkdir(parents=True, exist_ok=True)
-    manifest = WeightsManifest(policy_version=policy_version, tensors=tensor_hashes(tensors))
+    extra_files = dict(extra_files or {})
+    manifest = WeightsManifest(
+        policy_version=policy_version,
+        tensors=tensor_hashes(tensors),
+        files={_CONFIG_NAME: _config_hash(config)} | {name: _hash(content) for name, content in extra_files.items()},
+    )
     target = version_directory(root, policy_version)
     if target.exists():
         shutil.rmtree(target)
-    files = {**(extra_files or {}), MANIFEST_NAME: msgspec.json.encode(manifest)}
-    write_checkpoint(target, config, tensors, extra_files=files)
+    extra_files[MANIFEST_NAME] = msgspec.json.encode(manifest)
+    write_checkpoint(target, config, tensors, extra_files=extra_files)
     for other in root.glob("v*"):
         if other != target and other.name < target.name:
             shutil.rmtree(other)
     return manifest
+
+
+def check_manifest(directory: Path, config: ModelConfig) -> None:
+    """Compare a model directory with its manifest; one without a manifest (not published here) passes.
+
+    Args:
+        directory: the model. config: as read from it.
+
+    Raises:
+        CheckpointError: the manifest is unreadable, or tensors or files are not the bytes that it lists; names them.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=WeightsManifest)
+    except FileNotFoundError:
+        return
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Fetch the model again, or remove the file to use the model unchecked"
+        ) from error
+    found = {spec.name: tensor_hash(packed) for spec, packed in iter_checkpoint(directory, config)}
+    wrong = sorted(
+        name for name in manifest.tensors.keys() | found.keys() if manifest.tensors.get(name) != found.get(name)
+    )
+    for name, digest in manifest.files.items():
+        file = directory / name
+        is_there = file.is_file()
+        if not is_there or digest != (_config_hash(config) if name == _CONFIG_NAME else _hash(file.read_bytes())):
+            wrong.append(name)
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise CheckpointError(
+            f"{directory}: {shown} changed since {MANIFEST_NAME} was written. Fetch or train the model again; if you"
+            f" changed it yourself, remove {MANIFEST_NAME}"
+        )
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=_HASH_BYTES).hexdigest()
+
+
+def _config_hash(config: ModelConfig) -> str:
+    return _hash(msgspec.json.encode(config_json(config), order="deterministic"))
 
 
 def read_published(directory: Path) -> tuple[WeightsManifest, ModelConfig, dict[str, PackedTensor]]:
