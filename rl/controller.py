@@ -36,7 +36,7 @@ from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_check
 from rollforward.rl.config import RLRun
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.prompts import PromptSource
-from rollforward.rl.sampling import PromptEncoder, build_groups, group_requests, score_completions
+from rollforward.rl.sampling import PromptEncoder, build_groups, describe_unscored, group_requests, score_completions
 from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.types import Completion, Request
@@ -195,6 +195,8 @@ class Controller:
             completions = self._rollout.generate(requests)
         with self._timed("reward"):
             scores = score_completions(examples, completions, self._encoder, self._tasks)
+        if (unscored := describe_unscored(scores)) is not None:
+            say(f"step {state.step + 1}: {unscored}")
         groups = build_groups(examples, requests, completions, scores)
         batch = build_step_batch(
             groups,

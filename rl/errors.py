@@ -27,6 +27,11 @@ class TaskError(RLError, ValueError):
     out."""
 
 
+class RewardError(RLError, ValueError):
+    """A verifier of the user's that is absent, cannot be called, or returns what is no score. Stop: training on it
+    would be wrong; a stopped run goes on after the correction."""
+
+
 class CursorError(RLError, ValueError):
     """A cursor that belongs to other data than the source at hand. Stop: going on would repeat and skip prompts."""
 
@@ -34,3 +39,7 @@ class CursorError(RLError, ValueError):
 class ModelDirectoryError(RLError, ValueError):
     """A directory whose model and tokenizer do not belong together or do not fit the run. Stop before anything is
     allocated."""
+
+
+class LostProcessError(RLError, RuntimeError):
+    """A process of the run died. The run ends with a non-zero exit code; the same command goes on."""

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rollforward.rl.sampling import PromptEncoder, group_requests, score_completions
-from rollforward.rl.tasks.types import Task
+from rollforward.conf import console
+from rollforward.rl.sampling import PromptEncoder, describe_unscored, group_requests, score_completions
+from rollforward.rl.tasks.types import Task, Unscored
 from rollforward.rollout.types import Completion, Request, SamplingParams
 
 Generate = Callable[[Sequence[Request]], list[Completion]]
@@ -84,12 +85,14 @@ class Evaluator:
         )
         completions = generate(requests)
         scores = score_completions(self._examples, completions, self._encoder, self._tasks)
+        if (unscored := describe_unscored(scores)) is not None:
+            console.say(f"evaluation after step {step}: {unscored}")
         results: list[TaskAccuracy] = []
         for name in self._tasks:
             rows = [
                 (example, completion, score)
                 for example, completion, score in zip(self._examples, completions, scores, strict=True)
-                if example.task == name and score is not None
+                if example.task == name and not isinstance(score, Unscored)
             ]
             samples = tuple(
                 Sample(

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollforward.model.encoding import ChatEncoding
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.types import Example, Score, Task
+from rollforward.rl.tasks.types import Example, Score, Task, Unscored
 from rollforward.rollout.types import (
     Completion,
     Group,
@@ -91,21 +91,33 @@ def score_completions(
     completions: Sequence[Completion],
     encoder: PromptEncoder,
     tasks: Mapping[str, Task],
-) -> list[Score | None]:
-    """Judge every completion by its example's task; None where an infra or data failure left nothing to judge."""
-    scores: list[Score | None] = []
+) -> list[Score | Unscored]:
+    """Judge every completion by its example's task; one that an infra or data failure ended has no score."""
+    scores: list[Score | Unscored] = []
     for completion in completions:
         example = examples[completion.id.prompt]
-        failed = completion.failure is not None and completion.failure.is_excluded
-        scores.append(None if failed else tasks[example.task].score(example, encoder.text(completion)))
+        if completion.failure is not None and completion.failure.is_excluded:
+            scores.append(Unscored(failure=completion.failure, detail=f"the sampling of {completion.id} failed"))
+        else:
+            scores.append(tasks[example.task].score(example, encoder.text(completion)))
     return scores
+
+
+def describe_unscored(scores: Sequence[Score | Unscored]) -> str | None:
+    """How many answers have no score and why the first has none, for a person; None where all have one."""
+    unscored = [score for score in scores if isinstance(score, Unscored)]
+    if not unscored:
+        return None
+    first = unscored[0]
+    count = f"{len(unscored)} of {len(scores)} answers have no score and are left out"
+    return f"{count}; one ({first.failure}): {first.detail}"
 
 
 def build_groups(
     examples: Sequence[Example],
     requests: Sequence[Request],
     completions: Sequence[Completion],
-    scores: Sequence[Score | None],
+    scores: Sequence[Score | Unscored],
 ) -> list[Group]:
     """Join prompts, sampled tokens and scores into groups: what was sampled is what is trained."""
     members: dict[int, list[Trajectory]] = {}
@@ -118,9 +130,9 @@ def build_groups(
             trained_mask_T=np.concatenate((np.zeros(num_prompt, np.bool_), np.ones(num_sampled, np.bool_))),
             behavior_logprobs_T=np.concatenate((np.zeros(num_prompt, np.float32), completion.behavior_logprobs)),
             policy_version=completion.policy_version,
-            reward=None if score is None else score.value,
+            reward=None if isinstance(score, Unscored) else score.value,
             stop_reason=completion.stop_reason,
-            failure=completion.failure,
+            failure=score.failure or completion.failure,
         )
         members.setdefault(completion.id.prompt, []).append(trajectory)
     return [

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from rollforward.model.messages import Message
+from rollforward.rollout.types import FailureType
 
 Split = Literal["train", "heldout"]
 """Which questions: those that are trained on, or those that are kept to measure with. No text of a question is in both.
@@ -32,6 +33,8 @@ class ScoreReason(StrEnum):
     """The reasoning never ended, so that there is no answer behind it."""
     UNREADABLE = "unreadable"
     """The verifier could not read the answer."""
+    TIMEOUT = "timeout"
+    """The verifier computed until its deadline without an end."""
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +65,25 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the answer counts as right in an evaluation."""
         return self.reason is ScoreReason.CORRECT
 
+    @property
+    def failure(self) -> FailureType | None:
+        """`timeout` where the deadline ended the verifier, which is trained and counted; else None."""
+        return FailureType.TIMEOUT if self.reason is ScoreReason.TIMEOUT else None
+
+
+class Unscored(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an answer has no score: something failed that says nothing about the policy. Never a 0."""
+
+    failure: FailureType
+    """`infra` or `data`, the two that are left out of baseline, loss and accuracy."""
+    detail: str
+    """What happened, for a person."""
+
+    def __post_init__(self) -> None:
+        """Refuse a failure that is scored."""
+        if not self.failure.is_excluded:
+            raise ValueError(f"an answer without a score has failure {self.failure}; only infra and data have none")
+
 
 class Task(Protocol):
     """Questions with a verifier. Implementations are deterministic: the same configuration gives the same examples in
@@ -86,6 +108,11 @@ class Task(Protocol):
         """The example at `index`, 0 ... size(split) - 1."""
         ...
 
-    def score(self, example: Example, text: str) -> Score:
-        """Judge what the model answered. Never raises for anything that `text` may hold; never evaluates it."""
+    def score(self, example: Example, text: str) -> Score | Unscored:
+        """Judge what the model answered, from any thread. Never raises for anything that `text` may hold; never
+        evaluates it.
+
+        Raises:
+            RewardError: the user's own verifier breaks its contract.
+        """
         ...

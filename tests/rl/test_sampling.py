@@ -11,8 +11,8 @@ from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import Message
 from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
 from rollforward.rl.errors import TaskError
-from rollforward.rl.sampling import PromptEncoder, build_groups, group_requests, score_completions
-from rollforward.rl.tasks.types import Example, Score, ScoreReason
+from rollforward.rl.sampling import PromptEncoder, build_groups, describe_unscored, group_requests, score_completions
+from rollforward.rl.tasks.types import Example, Score, ScoreReason, Unscored
 from rollforward.rollout.types import (
     Completion,
     FailureType,
@@ -86,7 +86,7 @@ def test_what_was_sampled_is_what_is_trained(encoder: PromptEncoder) -> None:
     failures = [None, None, FailureType.INFRA, None]
     completions = [_completion(*parts) for parts in zip(requests, answers, failures, strict=True)]
     scores = score_completions(EXAMPLES, completions, encoder, {"echo": _Echo()})  # type: ignore[dict-item]
-    assert [None if score is None else score.value for score in scores] == [1.0, 0.0, None, 1.0]
+    assert [getattr(score, "value", None) for score in scores] == [1.0, 0.0, None, 1.0]
     groups = build_groups(EXAMPLES, requests, completions, scores)
     assert [(group.step, group.prompt, len(group.trajectories)) for group in groups] == [(5, 0, 2), (5, 1, 2)]
     first = groups[0].trajectories[0]
@@ -98,3 +98,42 @@ def test_what_was_sampled_is_what_is_trained(encoder: PromptEncoder) -> None:
     assert lost.reward is None
     assert lost.is_excluded
     assert lost.num_trained_tokens == 0
+
+
+class _Failing:
+    """Gives, in order, what a verifier may give."""
+
+    name = "echo"
+
+    def __init__(self, *results: Score | Unscored) -> None:
+        self._results = iter(results)
+
+    def score(self, example: Example, text: str) -> Score | Unscored:
+        return next(self._results)
+
+
+def test_a_failed_verifier_leaves_no_score_and_a_deadline_is_a_counted_0(encoder: PromptEncoder) -> None:
+    requests = _requests(encoder)
+    completions = [_completion(request, [7]) for request in requests]
+    results = (
+        Unscored(failure=FailureType.INFRA, detail="the judge is away"),
+        Score(value=0.0, reason=ScoreReason.TIMEOUT),
+        Score(value=0.0, reason=ScoreReason.WRONG),
+        Unscored(failure=FailureType.DATA, detail="no number"),
+    )
+    scores = score_completions(EXAMPLES, completions, encoder, {"echo": _Failing(*results)})  # type: ignore[dict-item]
+    trajectories = [
+        one for group in build_groups(EXAMPLES, requests, completions, scores) for one in group.trajectories
+    ]
+    assert [one.reward for one in trajectories] == [None, 0.0, 0.0, None]
+    assert [one.failure for one in trajectories] == [FailureType.INFRA, FailureType.TIMEOUT, None, FailureType.DATA]
+    assert [one.is_excluded for one in trajectories] == [True, False, False, True]
+    assert describe_unscored(scores) == (
+        "2 of 4 answers have no score and are left out; one (infra): the judge is away"
+    )
+    assert describe_unscored(scores[1:3]) is None
+
+
+def test_a_failure_that_is_scored_is_no_reason_to_have_no_score() -> None:
+    with pytest.raises(ValueError, match="only infra and data have none"):
+        Unscored(failure=FailureType.TIMEOUT, detail="late")
