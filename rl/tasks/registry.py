@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.config import DatasetConfig, ReasoningGymConfig, TaskConfig
 from rollforward.rl.tasks.types import Task
 
 
@@ -18,6 +18,10 @@ def build_task(config: TaskConfig) -> Task:
             from rollforward.rl.tasks.reasoning_gym import ReasoningGymTask
 
             return ReasoningGymTask(config)
+        case DatasetConfig():
+            from rollforward.rl.tasks.dataset import DatasetTask
+
+            return DatasetTask(config)
 
 
 def build_tasks(configs: Sequence[TaskConfig]) -> tuple[Task, ...]:

@@ -1,0 +1,156 @@
+"""A user's questions and answers from a file as a task.
+
+Held-out questions are those with the smallest hashes of their text: which ones they are depends on the texts and the
+seed alone, not on the order of the rows, and all rows with one text are on one side. Rows are checked once, when the
+task is built, and read from the file when they are asked for (`rows.py`); in memory are 8 to 32 bytes a row.
+
+Not here: how answers are judged (`rewards.py`).
+"""
+
+import hashlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rollforward.model.messages import Message
+from rollforward.rl.errors import TaskError
+from rollforward.rl.tasks.config import DatasetConfig
+from rollforward.rl.tasks.rewards import build_judge
+from rollforward.rl.tasks.rows import Row, Rows, open_rows
+from rollforward.rl.tasks.types import Example, Score, Split, Unscored
+
+_UInt64Array = npt.NDArray[np.uint64]
+
+
+class DatasetTask:
+    """A file of questions, split into those to train on and held-out ones. Immutable after it is built; pickles as its
+    configuration, so the process that unpickles it reads and checks the file again.
+
+    Args:
+        config: the file, its columns and the reward.
+
+    Raises:
+        TaskError: a file, a column or a row is not as configured, or there are too few distinct questions.
+        RewardError: the reward's function cannot be called.
+    """
+
+    def __init__(self, config: DatasetConfig) -> None:
+        """Check every row, choose the held-out questions, start the reward's process if it has one."""
+        self._config = config
+        self._owner = f"task {config.name}"
+        digest = hashlib.blake2b(f"{config.name}/{config.system_prompt!r}/".encode(), digest_size=16)
+        self._train = _IndexedRows(config, Path(config.path), self._owner, digest)
+        if config.heldout_path is None:
+            self._heldout = self._train
+            minimum, rule = config.heldout_size + 1, "heldout_size + 1, so that one is left to train on"
+        else:
+            self._heldout = _IndexedRows(config, Path(config.heldout_path), self._owner, digest)
+            minimum, rule = config.heldout_size, "heldout_size"
+        distinct, first_rows = np.unique(self._heldout.hashes, return_index=True)
+        if distinct.size < minimum:
+            raise TaskError(
+                f"{self._owner}: {self._heldout.path} has {distinct.size} distinct questions; it must have at least"
+                f" {minimum} ({rule}). Lower heldout_size, or add questions"
+            )
+        self._heldout_rows = first_rows[: config.heldout_size]
+        heldout_hashes = distinct[: config.heldout_size] if config.heldout_path is None else distinct
+        self._train_rows = np.flatnonzero(~np.isin(self._train.hashes, heldout_hashes))
+        if self._train_rows.size == 0:
+            raise TaskError(
+                f"{self._owner}: every question of {config.path} is also in {config.heldout_path}, so none is left to"
+                " train on. Name files with different questions"
+            )
+        digest.update(np.ascontiguousarray(heldout_hashes).tobytes())
+        self._fingerprint = digest.hexdigest()
+        self._judge = build_judge(config.reward, max_answer_chars=config.max_answer_chars, owner=self._owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the configuration."""
+        return DatasetTask, (self._config,)
+
+    @property
+    def name(self) -> str:
+        """The task's name in the run."""
+        return self._config.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the rows of the files and of the held-out questions, wherever the files lie."""
+        return self._fingerprint
+
+    def size(self, split: Split) -> int:
+        """Number of examples of a split."""
+        return int((self._train_rows if split == "train" else self._heldout_rows).size)
+
+    def example(self, index: int, split: Split = "train") -> Example:
+        """The example at `index` of a split.
+
+        Raises:
+            IndexError: `index` is outside the split.
+            TaskError: the file is no longer the one that was checked.
+        """
+        if not 0 <= index < self.size(split):
+            raise IndexError(f"{self._owner}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}")
+        if split == "train":
+            row = self._train.row(int(self._train_rows[index]))
+        else:
+            row = self._heldout.row(int(self._heldout_rows[index]))
+        messages = row.messages
+        if self._config.system_prompt is not None:
+            messages = (Message(role="system", content=self._config.system_prompt), *messages)
+        return Example(task=self.name, split=split, index=index, messages=messages, answer=row.answer)
+
+    def score(self, example: Example, text: str) -> Score | Unscored:
+        """Judge an answer by the configured reward; see `Task.score`."""
+        return self._judge(example.messages[-1].content, example.answer, text)
+
+
+class _IndexedRows:
+    """The checked rows of one file with a hash of every question."""
+
+    def __init__(self, config: DatasetConfig, path: Path, owner: str, digest: Any) -> None:
+        """Check every row; `digest` takes in all of them."""
+        self.path = path
+        self._config, self._owner = config, owner
+        self._rows: Rows = open_rows(
+            path, question_column=config.question_column, answer_column=config.answer_column, owner=owner
+        )
+        hashes = array("Q")
+        for index, row in enumerate(self._rows.scan()):
+            if config.system_prompt is not None and row.messages[0].role == "system":
+                raise TaskError(
+                    f"{owner}: {path}, row {index + 1}: the messages begin with a system message, and system_prompt is"
+                    f" {config.system_prompt!r}; there is one system message. Set system_prompt=null or take the row's"
+                    " away"
+                )
+            hashes.append(_question_hash(row, config.seed))
+            turns = [(message.role, message.content, message.reasoning) for message in row.messages]
+            digest.update(msgspec.json.encode((turns, row.answer)) + b"\n")
+        self.hashes: _UInt64Array = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
+
+    def row(self, index: int) -> Row:
+        """One row, proved to be the one that was checked."""
+        try:
+            row = self._rows.row(index)
+        except (OSError, TaskError) as error:
+            raise self._changed(index) from error
+        if _question_hash(row, self._config.seed) != int(self.hashes[index]):
+            raise self._changed(index)
+        return row
+
+    def _changed(self, index: int) -> TaskError:
+        return TaskError(
+            f"{self._owner}: {self.path} has changed since the run began: question {index + 1} is another. Put the file"
+            " back and go on, or start a new run"
+        )
+
+
+def _question_hash(row: Row, seed: int) -> int:
+    """64 bits of the question's text; runs of white space count as one space, so that copies are found."""
+    text = "\0".join(f"{message.role}\0{' '.join(message.content.split())}" for message in row.messages)
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout", salt=seed.to_bytes(16, "little"))
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,266 @@
+"""The rows of a user's file: checked at the start, read one at a time, never all of them in Python objects.
+
+A .jsonl file stays on disk: its index is one offset a row, and a row is read and decoded when it is asked for. The two
+columns of a .parquet file, which cannot be read a row at a time, are held as Arrow buffers. Which rows are trained on
+and which are held out is in `dataset.py`.
+"""
+
+import difflib
+import itertools
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from rollforward.model.messages import Message
+from rollforward.rl.errors import TaskError
+
+_BOM: Final = b"\xef\xbb\xbf"
+_MAX_SHOWN_CHARS: Final = 60
+_INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_TEXTS: Final = ("string", "large_string")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One question with its answer."""
+
+    messages: tuple[Message, ...]
+    """What is asked, as it stands in the file; the last message is the user's."""
+    answer: str | None
+    """The right answer; None where the file has none."""
+
+
+class Rows(Protocol):
+    """Rows of one file. Every row that `scan` gives is checked."""
+
+    def scan(self) -> Iterator[Row]:
+        """All rows in order, one at a time.
+
+        Raises:
+            TaskError: a row has the wrong shape; the message names file, row, column and the way out.
+        """
+        ...
+
+    def row(self, index: int) -> Row:
+        """One row, 0 ... number of rows - 1, after `scan` has come to its end."""
+        ...
+
+
+def open_rows(path: Path, *, question_column: str, answer_column: str | None, owner: str) -> Rows:
+    """The rows of a file, of the format that its name ends with.
+
+    Args:
+        path: .jsonl or .parquet.
+        question_column, answer_column: where question and answer are; no answers where None.
+        owner: begins every error message, such as `task sums`.
+
+    Raises:
+        TaskError: the file is absent, of another format, or has not the columns (the message names the nearest).
+    """
+    if not path.is_file():
+        raise TaskError(
+            f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"
+        )
+    columns = _Columns(path, question_column, answer_column, owner)
+    match path.suffix.lower():
+        case ".jsonl":
+            return JsonlRows(columns)
+        case ".parquet":
+            return ParquetRows(columns)
+        case suffix:
+            raise TaskError(
+                f"{owner}: {path} ends with {suffix!r}; a dataset is a .jsonl file, one object a line, or a .parquet"
+                " file. Convert it"
+            )
+
+
+class _Columns:
+    """Names of the columns, and what is done with their values, whatever the format."""
+
+    def __init__(self, path: Path, question: str, answer: str | None, owner: str) -> None:
+        self.path, self.question, self.answer, self._owner = path, question, answer, owner
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are read."""
+        return [self.question] if self.answer is None else [self.question, self.answer]
+
+    def fault(self, what: str, row: int | None = None) -> TaskError:
+        """An error about this file, or about one row of it, counted from 1 as editors do."""
+        place = str(self.path) if row is None else f"{self.path}, row {row + 1}"
+        return TaskError(f"{self._owner}: {place}: {what}")
+
+    def absent(self, column: str, have: list[str], row: int | None = None) -> TaskError:
+        setting = "question_column" if column == self.question else "answer_column"
+        close = difflib.get_close_matches(column, have, n=1, cutoff=0.5)
+        found = f"the nearest is {close[0]!r}" if close else f"it has {', '.join(map(repr, have)) or 'none'}"
+        return self.fault(f"there is no column {column!r}; {found}. Set {setting} to a column of the file", row)
+
+    def read(self, values: dict[str, Any], row: int) -> Row:
+        """The checked row of these values.
+
+        Raises:
+            TaskError: a value is of the wrong type or empty.
+        """
+        answer = None if self.answer is None else self._answer(values[self.answer], row)
+        return Row(messages=self._messages(values[self.question], row), answer=answer)
+
+    def _messages(self, value: Any, row: int) -> tuple[Message, ...]:
+        try:
+            if isinstance(value, str):
+                messages = (Message(role="user", content=value),)
+            elif isinstance(value, list):
+                messages = msgspec.convert([_without_nulls(one) for one in value], tuple[Message, ...])
+            else:
+                raise self._wrong_type(self.question, value, "a text or a list of messages", row)
+        except msgspec.ValidationError as error:
+            raise self.fault(
+                f"column {self.question!r} is no list of messages: {error}. Each has a role, one of system, user and"
+                " assistant, and a text as content",
+                row,
+            ) from None
+        if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
+            raise self.fault(
+                f"column {self.question!r} is {_shown(value)}; it must end with what the user asks. Correct the row or"
+                " leave it out",
+                row,
+            )
+        self._check_unicode(self.question, "".join(message.content for message in messages), row)
+        return messages
+
+    def _answer(self, value: Any, row: int) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            raise self._wrong_type(self.answer, value, "a text or a whole number", row)
+        if not value.strip():
+            raise self.fault(f"column {self.answer!r} is empty; no answer equals it. Leave the row out", row)
+        self._check_unicode(self.answer, value, row)
+        return value
+
+    def _check_unicode(self, column: str | None, text: str, row: int) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise self.fault(f"column {column!r} holds half a character ({error}). Correct the row", row) from None
+
+    def _wrong_type(self, column: str | None, value: Any, rule: str, row: int) -> TaskError:
+        kind = "null" if value is None else type(value).__name__
+        return self.fault(
+            f"column {column!r} is {_shown(value)}, of type {kind}; it must be {rule}. Correct the row or leave it out",
+            row,
+        )
+
+
+class JsonlRows:
+    """Rows of a file with one JSON object a line; lines without any text are passed over."""
+
+    def __init__(self, columns: _Columns) -> None:
+        """Nothing is read yet."""
+        self._columns = columns
+        self._offsets = array("q")  # 8 bytes a row
+        self._lines = array("q")
+
+    def scan(self) -> Iterator[Row]:
+        """All rows; see `Rows.scan`. Remembers where each begins."""
+        offsets, lines = array("q"), array("q")
+        offset = 0
+        with self._columns.path.open("rb") as file:
+            for number, line in enumerate(file):
+                if line.removeprefix(_BOM).strip():
+                    offsets.append(offset)
+                    lines.append(number)
+                    yield self._decode(line, number)
+                offset += len(line)
+        self._offsets, self._lines = offsets, lines
+
+    def row(self, index: int) -> Row:
+        """One row, read from the file."""
+        with self._columns.path.open("rb") as file:
+            file.seek(self._offsets[index])
+            return self._decode(file.readline(), self._lines[index])
+
+    def _decode(self, line: bytes, number: int) -> Row:
+        try:
+            values = msgspec.json.decode(line.removeprefix(_BOM))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._columns.fault(f"this is not JSON ({error}). Write one object on one line", number) from None
+        if not isinstance(values, dict):
+            raise self._columns.fault(f"this is {_shown(values)}, not an object. Write one object on a line", number)
+        for name in self._columns.names:
+            if name not in values:
+                raise self._columns.absent(name, list(values), number)
+        return self._columns.read(values, number)
+
+
+class ParquetRows:
+    """Rows of a parquet file, its columns held by Arrow."""
+
+    _ROWS_AT_ONCE: Final = 1024
+
+    def __init__(self, columns: _Columns) -> None:
+        """Read the columns.
+
+        Raises:
+            TaskError: the file is damaged, or a column is absent or of the wrong type.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        self._columns = columns
+        try:
+            file = pyarrow.parquet.ParquetFile(columns.path, memory_map=True)
+            have = list(file.schema_arrow.names)
+            for name in columns.names:
+                if name not in have:
+                    raise columns.absent(name, have)
+            self._check_types(file.schema_arrow)
+            self._table: Any = file.read(columns=columns.names)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise columns.fault(f"this is no parquet file that can be read ({error}). Write it again") from None
+
+    def scan(self) -> Iterator[Row]:
+        """All rows; see `Rows.scan`."""
+        number = itertools.count()
+        for batch in self._table.to_batches(max_chunksize=self._ROWS_AT_ONCE):
+            for values in batch.to_pylist():
+                yield self._columns.read(values, next(number))
+
+    def row(self, index: int) -> Row:
+        """One row."""
+        return self._columns.read({name: self._table[name][index].as_py() for name in self._columns.names}, index)
+
+    def _check_types(self, schema: Any) -> None:
+        question, answer = self._columns.question, self._columns.answer
+        kind = str(schema.field(question).type)
+        if kind not in _TEXTS and not kind.startswith(("list<", "large_list<")):
+            raise self._columns.fault(
+                f"column {question!r} has the type {kind}; it must be a string or a list of messages. Convert it, or"
+                " set question_column"
+            )
+        if answer is not None and (kind := str(schema.field(answer).type)) not in _TEXTS + _INTEGERS:
+            raise self._columns.fault(
+                f"column {answer!r} has the type {kind}; it must be a string or an integer. Convert it, or set"
+                " answer_column"
+            )
+
+
+def _without_nulls(message: Any) -> Any:
+    """Arrow fills what a message lacks with None."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"There is no directory {path.parent} either. "
+    close = difflib.get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1, cutoff=0.5)
+    return f"The nearest is {path.parent / close[0]}. " if close else ""
