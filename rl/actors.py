@@ -17,9 +17,12 @@ from rollforward.rollout.weights import WeightsManifest
 class LearnerActor:
     """One rank of the learner in its own process."""
 
-    def __init__(self, settings: LearnerSettings, rank: int, num_ranks: int, rendezvous: Path) -> None:
-        """Join the process group and build the learner; see ``Learner``."""
+    def __init__(self, rank: int, num_ranks: int, rendezvous: Path) -> None:
+        """Join the process group."""
         join_group(rendezvous, rank=rank, num_ranks=num_ranks)
+
+    def start(self, settings: LearnerSettings) -> None:
+        """Build the learner; see ``Learner``. Not in the constructor, whose errors lose their type on the way."""
         self._learner = Learner(settings)
 
     def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
@@ -42,9 +45,10 @@ class LearnerActor:
 class LearnerPool:
     """All ranks of the learner as the controller sees them: plain calls that wait for their answer."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        """Keep the handles, rank 0 first."""
+    def __init__(self, actors: Sequence[Any], settings: LearnerSettings) -> None:
+        """Build the learner on every rank and wait for all; rank 0 first."""
         self._actors = list(actors)
+        ray.get([actor.start.remote(settings) for actor in self._actors])
 
     def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
         """Take one optimizer step, every rank on its share; see ``Learner.update``."""

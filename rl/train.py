@@ -1,10 +1,12 @@
 """Entry point of `rollforward train`: check, place actors, run the loop (controller.py), say what came of it."""
 
 import json
+import re
 import signal
 import time
 import uuid
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from rollforward.conf.load import LIBRARY_ENVIRONMENT
 from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.config import RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
+from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
@@ -35,7 +38,7 @@ def main(run: RLRun) -> int:
         model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.sampling.max_new_tokens
     )
     run_dir.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
+    with losses_named(), ExitStack() as stack:
         tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
         stack.callback(ray.shutdown)  # before init, which starts processes one after another
         ray.init(num_cpus=run.cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
@@ -51,6 +54,26 @@ def main(run: RLRun) -> int:
         version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(trained_dir)
     _report(run, run_dir, outcome, time.monotonic() - start_s)
     return 0
+
+
+@contextmanager
+def losses_named() -> Generator[None]:
+    """Says in a line which process of the run died, where Ray says it in a page.
+
+    Raises:
+        LostProcessError: in place of Ray's error; one from a constructor is left as it is, since it holds the cause.
+    """
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        if error.actor_init_failed:
+            raise
+        facts = dict(re.findall(r"^\s*(class_name|pid): (\w+)$", str(error), flags=re.MULTILINE))
+        raise LostProcessError(
+            f"{facts.get('class_name', 'an actor')} (pid {facts.get('pid', 'unknown')}) died; what was durable is kept."
+            " The kernel ends a process when memory runs out (see dmesg): then lower micro_batch_tokens or"
+            " rollout.max_batch_requests. The same command with the same run_dir goes on"
+        ) from error
 
 
 def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[RolloutPool, LearnerPool]:
@@ -73,10 +96,10 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
     rendezvous = run_dir / f".rendezvous-{uuid.uuid4().hex}"
     num_ranks = run.cluster.learner_ranks
     learners = [
-        LearnerActor.options(num_cpus=0, runtime_env=environment).remote(settings, rank, num_ranks, rendezvous)
+        LearnerActor.options(num_cpus=0, runtime_env=environment).remote(rank, num_ranks, rendezvous)
         for rank in range(num_ranks)
     ]
-    return RolloutPool(actors), LearnerPool(learners)
+    return RolloutPool(actors), LearnerPool(learners, settings)
 
 
 def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, seconds: float) -> None:
