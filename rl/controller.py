@@ -35,11 +35,14 @@ from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
 from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
 from rollforward.rl.config import RLRun
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
+from rollforward.rl.metrics import log_metrics
 from rollforward.rl.prompts import PromptSource
 from rollforward.rl.sampling import PromptEncoder, build_groups, describe_unscored, group_requests, score_completions
 from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import (
     WEIGHTS_NAME,
     WeightsAck,
@@ -58,6 +61,14 @@ class Rollout(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample requests to their end, in order; every token is durable."""
+        ...
+
+    def log_problems(self) -> list[Problem]:
+        """Return what was wrong with the replicas' logs when they were opened."""
+        ...
+
+    def log_stats(self) -> list[WalStats]:
+        """Return every replica's log counters."""
         ...
 
 
@@ -143,6 +154,9 @@ class Controller:
             WeightsError: a replica does not hold what was published.
             NonFiniteLossError, NoTrainableTrajectoriesError: the step cannot be trained; nothing was updated.
         """
+        for problem in self._rollout.log_problems():
+            failed = f"; fails {', '.join(map(str, problem.requests))}" if problem.requests else ""
+            say(f"token log, {problem.where}: {problem.kind}: {problem.detail}{failed}")
         state = self._restore()
         self._publish(state.step)
         before = self._evaluate(0) if state.step == 0 else self._recall_evaluation(0)
@@ -208,7 +222,7 @@ class Controller:
             metrics = self._learner.update(micro_batches(batch, run.micro_batch_tokens))
         with self._timed("update_weights"):
             self._publish(state.step + 1)
-        values = metric_values((*batch.metrics, *metrics))
+        values = metric_values((*batch.metrics, *metrics, *log_metrics(self._rollout.log_stats())))
         values["perf/total_num_tokens"] = float(sum(trajectory.token_ids_T.size for trajectory in batch.trajectories))
         self._trained_tokens += batch.num_trained_tokens
         self._probs_diff_max = max(self._probs_diff_max, values["training/rollout_probs_diff_max"])

@@ -1,4 +1,5 @@
-"""Metrics of rewards, lengths, advantages and failures of a step, under verl's names where verl has one.
+"""Metrics of rewards, lengths, advantages and failures of a step, and of the token logs, under verl's names
+where verl has one.
 
 Loss metrics come out of `rl/losses`; the record and its merging are in `model/metrics.py`. Rewards, lengths and
 zero-variance groups are taken over what counts: infra and data failures appear only under `failure/*`.
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 
 from rollforward.model.metrics import Metric
 from rollforward.rollout.types import FailureType, Group, StopReason, Trajectory
+from rollforward.rollout.wal_commit import WalStats
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
@@ -25,6 +27,22 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
             _share(f"failure/{failure.value}/rate", [t.failure == failure for t in members], per="trajectory")
             for failure in FailureType
         ),
+    )
+
+
+def log_metrics(stats: Sequence[WalStats]) -> tuple[Metric, ...]:
+    """Return the counters of the replicas' token logs since they were opened, under `wal/`: sums, of `wal/sync_max_s`
+    the largest."""
+    return tuple(
+        Metric(
+            name=f"wal/{name}",
+            numerator=float(getattr(one, name)),
+            denominator=1.0,
+            per="replica",
+            reduction="max" if name == "sync_max_s" else "sum",
+        )
+        for one in stats
+        for name in WalStats.__struct_fields__
     )
 
 

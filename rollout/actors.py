@@ -17,6 +17,7 @@ from rollforward.rollout.replica import Replica
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
 
 
@@ -37,6 +38,10 @@ class RolloutActor:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See ``Replica.generate``."""
         return self._replica.generate(requests)
+
+    def log_problems(self) -> tuple[Problem, ...]:
+        """See ``Replica.log_problems``."""
+        return self._replica.log_problems()
 
     def log_stats(self) -> WalStats:
         """See ``Replica.log_stats``."""
@@ -63,6 +68,14 @@ class RolloutPool:
         shares = split_requests(requests, len(self._actors))
         calls = [actor.generate.remote(share) for actor, share in zip(self._actors, shares, strict=True)]
         return merge_completions(requests, ray.get(calls))
+
+    def log_problems(self) -> list[Problem]:
+        """Return what was wrong with the replicas' logs when they were opened."""
+        return [
+            problem
+            for problems in ray.get([actor.log_problems.remote() for actor in self._actors])
+            for problem in problems
+        ]
 
     def log_stats(self) -> list[WalStats]:
         """Return every replica's log counters."""

@@ -18,6 +18,7 @@ from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
 
 
@@ -38,6 +39,7 @@ class Replica:
         torch.set_num_threads(config.threads)
         self.name = name
         self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
+        self._problems = recovered.problems
         self._engine: Engine = LocalEngine(
             model_config, precision=precision, config=config, log=self._log, recovered=recovered
         )
@@ -60,6 +62,10 @@ class Replica:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample requests to their end; every token returned is durable. See ``Engine.generate``."""
         return self._engine.generate(requests)
+
+    def log_problems(self) -> tuple[Problem, ...]:
+        """Return what was wrong with the log when it was opened, with the requests that fail because of it."""
+        return self._problems
 
     def log_stats(self) -> WalStats:
         """Return the log's counters since the replica was opened."""

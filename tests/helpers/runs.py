@@ -26,6 +26,8 @@ from rollforward.rl.tracker import Tracker
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
 from tests.helpers.ranks import join_alone
 
@@ -101,6 +103,12 @@ class LocalRollout:
         shares = split_requests(requests, len(self.replicas))
         answers = [replica.generate(share) for replica, share in zip(self.replicas, shares, strict=True)]
         return merge_completions(requests, answers)
+
+    def log_problems(self) -> list[Problem]:
+        return [problem for replica in self.replicas for problem in replica.log_problems()]
+
+    def log_stats(self) -> list[WalStats]:
+        return [replica.log_stats() for replica in self.replicas]
 
     def close(self) -> None:
         for replica in self.replicas:

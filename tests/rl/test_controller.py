@@ -20,8 +20,10 @@ from rollforward.rl.batch import PackedBatch
 from rollforward.rl.controller import RunOutcome
 from rollforward.rl.learner import Learner
 from rollforward.rollout.errors import WeightsError
+from rollforward.rollout.wal_records import RecordType
 from rollforward.rollout.wal_recovery import recover
 from rollforward.rollout.weights import read_published, tensor_hashes, version_directory
+from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES, frame_seed, scan_frames
 from tests.helpers.runs import build_controller, small_run, write_model
 
 
@@ -167,8 +169,10 @@ def test_a_lost_evaluation_is_named_with_its_way_out(model_dir: Path, tmp_path: 
 def test_a_damaged_log_is_named_and_its_requests_are_left_out(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed in the first step, then one flipped bit: the run goes on without the requests that the bit touched."""
-    controller, learner, rollout = build_controller(small_run(tmp_path / "run", model_dir))
+    """Killed in the first step, then one flipped bit in the log of one replica of two: the run goes on without the
+    requests that were open there."""
+    replicas = {"threads": 1, "wal": {"level": "process"}, "engines": 2}
+    controller, learner, rollout = build_controller(small_run(tmp_path / "run", model_dir, rollout=replicas))
     controller._learner = _DyingLearner(learner, 1, after_update=False)  # type: ignore[assignment]
     with pytest.raises(_KilledError):
         controller.run()
@@ -176,12 +180,14 @@ def test_a_damaged_log_is_named_and_its_requests_are_left_out(
         replica._log.abandon()
     (segment,) = (tmp_path / "run" / "wal" / "engine-0").glob("*.wal")
     data = bytearray(segment.read_bytes())
-    data[-200] ^= 1
+    frames = scan_frames(bytes(data), offset=SEGMENT_HEADER_BYTES, seed=frame_seed("engine-0", 1)).frames
+    last_open = max(index for index, frame in enumerate(frames) if frame.frame_type == RecordType.OPEN)
+    data[frames[last_open + 1].end - 1] ^= 1
     segment.write_bytes(data)
-    _finish(tmp_path / "run", model_dir)
-    assert "token log" in capsys.readouterr().err
+    _finish(tmp_path / "run", model_dir, rollout=replicas)
+    assert "lost_frames: 1 lost frames; 4 open requests fail; fails s0-p" in capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["failure/infra/rate"] > 0
+    assert lines[0]["failure/infra/rate"] == 0.5
     assert lines[1]["failure/infra/rate"] == 0
 
 
