@@ -84,8 +84,12 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path} is nested too deep, or an alias lies in its own anchor. Write it flatter."
+        ) from error
     except Exception as error:
         if type(error).__module__.split(".")[0] == "yaml":
             raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error

@@ -100,7 +100,7 @@ def _last_attempt(path: Path) -> int:
     if not path.exists():
         return -1
     last = -1
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             last = max(last, int(json.loads(line)["attempt"]))
         except (ValueError, KeyError, TypeError):

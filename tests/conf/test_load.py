@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from rollforward.conf.errors import ConfigError
-from rollforward.conf.load import config_groups, decode, load_config, to_yaml, write_resolved
+from rollforward.conf.load import config_groups, decode, load_config, read_yaml, to_yaml, write_resolved
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,6 +129,20 @@ def test_a_mistake_is_named_with_its_way_out(conf: Path, override: str) -> None:
     message = str(caught.value)
     assert [part for part in MISTAKES[override] if part not in message] == [], message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"a: [", "not valid YAML"),
+        (b"a: &x [*x]", "an alias lies in its own anchor"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"bad\.yaml .*{message}"):
+        read_yaml(tmp_path / "bad.yaml")
 
 
 def test_every_unknown_key_is_named_at_once(conf: Path) -> None:
