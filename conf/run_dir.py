@@ -30,8 +30,8 @@ FINISHED_NAME = "finished.json"
 LOCK_NAME = "lock"
 """The locked file; its presence alone means nothing."""
 
-_TRACES = (FINISHED_NAME, "metrics.jsonl", "checkpoints", "weights", "wal", "model")
-"""What only a run leaves behind: with one of them and without its settings a directory cannot be gone on with."""
+_TRACES = (FINISHED_NAME, "metrics.jsonl", "checkpoints", "weights", "wal", "model", "init")
+"""What a run leaves behind that has begun its work; from then on its settings are fixed."""
 
 
 @contextlib.contextmanager
@@ -60,21 +60,25 @@ def held(run_dir: Path) -> Generator[None]:
 
 
 def check_settings(run_dir: Path, config: msgspec.Struct) -> None:
-    """Refuses a directory that holds another run, or one whose settings are lost; an absent one is fine.
+    """Refuses a directory that holds another run, or one whose settings are lost.
+
+    An absent directory is fine, and so is one of a run that ended at a mistake before its work began: the mistake is
+    to be corrected.
 
     Raises:
         RunDirError: it does, with the keys that differ.
     """
+    traces = [name for name in _TRACES if (run_dir / name).exists()]
+    if not traces:
+        return
     path = run_dir / CONFIG_NAME
     try:
         before = _flat(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        if traces := [name for name in _TRACES if (run_dir / name).exists()]:
-            raise RunDirError(
-                f"{run_dir} holds {', '.join(traces)} of a run but not its {CONFIG_NAME}, so that nobody knows with "
-                f"which settings it was begun. Put {CONFIG_NAME} back, or choose another run_dir."
-            ) from None
-        return
+    except FileNotFoundError:
+        raise RunDirError(
+            f"{run_dir} holds {', '.join(traces)} of a run but not its {CONFIG_NAME}, so that nobody knows with "
+            f"which settings it was begun. Put {CONFIG_NAME} back, or choose another run_dir."
+        ) from None
     except (OSError, ValueError) as error:
         raise RunDirError(f"{path} cannot be read: {error}. Put it back, or choose another run_dir.") from error
     now = _flat(msgspec.to_builtins(config))

@@ -44,6 +44,7 @@ def test_a_directory_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]"])
 def test_damaged_settings_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CONFIG_NAME).write_bytes(content)
+    (tmp_path / "checkpoints").mkdir()
     with pytest.raises(RunDirError):
         check_settings(tmp_path, Settings())
 
@@ -56,6 +57,14 @@ def test_a_run_without_its_settings_is_not_gone_on_with(tmp_path: Path, left: st
     (tmp_path / CONFIG_NAME).unlink()
     with pytest.raises(RunDirError, match=f"holds {left} of a run but not its config.json"):
         check_settings(tmp_path, Settings())
+
+
+def test_settings_are_fixed_when_the_work_begins(tmp_path: Path) -> None:
+    write_resolved(Settings(steps=1), tmp_path / CONFIG_NAME)
+    check_settings(tmp_path, Settings(steps=2))
+    (tmp_path / "wal").mkdir()
+    with pytest.raises(RunDirError, match=r"steps \(was 1, now 2\)"):
+        check_settings(tmp_path, Settings(steps=2))
 
 
 def test_a_directory_with_other_things_may_become_a_run(tmp_path: Path) -> None:
