@@ -67,7 +67,7 @@ def _finish(recipe: Path, run_dir: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DeepSpeed" not in done.stdout, "standard output holds results, not what libraries print"
     assert "Token authentication" not in done.stderr
-    told = re.findall(r"^  (model|answers|metrics|token log) +(\\S.*)$", done.stdout, re.MULTILINE)
+    told = re.findall(r"^  (model|answers|metrics|token log) +(\S.*)$", done.stdout, re.MULTILINE)
     assert len(told) >= 4, done.stdout
     assert [path for _, path in told if not Path(path).exists()] == []
     return json.loads(done.stdout.strip().splitlines()[-1])
