@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import ray
+import ray.exceptions
 
 from rollforward.conf import console
 from rollforward.conf.load import LIBRARY_ENVIRONMENT
