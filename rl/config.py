@@ -102,6 +102,10 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
 
+    def __post_init__(self) -> None:
+        """Refuse a temperature that no completion can be drawn with."""
+        SamplingParams(max_new_tokens=1, temperature=self.temperature)
+
 
 class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weights & Biases; metrics.jsonl in the run directory is always written."""

@@ -69,17 +69,28 @@ class ArrayRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     __hash__ = None  # type: ignore[assignment]
 
 
+_MIN_TEMPERATURE = 1e-3
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are drawn; also the schema of `sampling` in a configuration."""
 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)]
     """Tokens that a completion may have, its end-of-sequence token included."""
     temperature: Annotated[float, msgspec.Meta(ge=0.0)] = 1.0
-    """Divides the logits. 0 means greedy: the largest logit, the smaller id on a tie."""
+    """Divides the logits; 0, or at least 0.001. 0 means greedy: the largest logit, the smaller id on a tie."""
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """Keep the smallest set of tokens with at least this mass. 1 keeps all."""
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Keep this many most likely tokens. 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        """Refuse a temperature by which logits overflow."""
+        if 0 < self.temperature < _MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}; logits divided by it overflow, and log-probs would be NaN. Set 0,"
+                f" which is greedy, or at least {_MIN_TEMPERATURE}"
+            )
 
 
 class RequestId(msgspec.Struct, frozen=True, order=True):

@@ -89,6 +89,8 @@ def test_an_unknown_key_is_refused_by_name(root: type, path: str) -> None:
         ("optim.lr", 0, r"\$\.optim\.lr"),
         ("optim.betas", [0.9, 1.0], r"\$\.optim\.betas"),
         ("optim.warmup_steps", 11, r"optim\.warmup_steps is 11, but the run has 10 steps.*Set optim\.warmup_steps=10"),
+        ("sampling.temperature", 1e-30, r"temperature is 1e-30; .*overflow.*\$\.sampling"),
+        ("eval.temperature", 1e-30, r"temperature is 1e-30; .*overflow.*\$\.eval"),
         ("sampling.temperature", 0, r"temperature is 0; .*Set sampling\.temperature=1"),
         ("sampling.top_p", 0.9, r"top_p=0\.9.*Set sampling\.top_p=1"),
         ("sampling.top_k", 5, r"top_k=5.*sampling\.top_k=0"),

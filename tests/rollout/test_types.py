@@ -208,7 +208,15 @@ def test_a_group_is_one_prompt_of_different_members() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_new_tokens": 0}, {"topk": 1}],
+    [
+        {"temperature": -0.1},
+        {"temperature": 1e-300},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"topk": 1},
+    ],
 )
 def test_sampling_out_of_range_is_refused(override: dict[str, float]) -> None:
     with pytest.raises(msgspec.ValidationError):
