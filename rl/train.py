@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import ray
 import ray.exceptions
+from ray.exceptions import RayActorError
 
 from rollforward.conf import console
 from rollforward.conf.load import LIBRARY_ENVIRONMENT
@@ -66,7 +67,7 @@ def losses_named() -> Generator[None]:
     """
     try:
         yield
-    except ray.exceptions.RayActorError as error:
+    except RayActorError as error:
         if error.actor_init_failed:
             raise
         facts = dict(re.findall(r"^\s*(class_name|pid): (\w+)$", str(error), flags=re.MULTILINE))
