@@ -12,6 +12,7 @@ Here: one process of a data-parallel group, without Ray. Not here: losses (rl/lo
 import contextlib
 import io
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.errors import NonFiniteLossError, TrainerError
+from rollforward.model.errors import CheckpointError, NonFiniteLossError, TrainerError
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.shapes import param_specs
@@ -194,8 +195,20 @@ class Trainer:
         return {name: pack_published(self._specs[name], master) for name, master in self._masters.named().items()}
 
     def save(self, directory: Path) -> None:
-        """Write masters, optimizer state and step count into a new directory; the caller makes it atomic."""
-        self._engine.save_checkpoint(str(directory), tag=_STATE_TAG, client_state={"num_steps": self._num_steps})
+        """Write masters, optimizer state and step count into a new directory; the caller makes it atomic.
+
+        Raises:
+            CheckpointError: the disk refuses; torch says of a full one only that a position was unexpected.
+        """
+        client_state = {"num_steps": self._num_steps}
+        try:
+            self._engine.save_checkpoint(str(directory), tag=_STATE_TAG, client_state=client_state)
+        except (OSError, RuntimeError) as error:
+            free_bytes = shutil.disk_usage(directory).free
+            raise CheckpointError(
+                f"{directory} cannot be written ({free_bytes} bytes are free): {error}. Make room; the run goes on from"
+                " the checkpoint before"
+            ) from error
 
     def load(self, directory: Path) -> None:
         """Take masters, optimizer state and step count from ``save``'s directory.

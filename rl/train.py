@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import ray
-import ray.exceptions
 from ray.exceptions import RayActorError
 
 from rollforward.conf import console

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.errors import NonFiniteLossError, TrainerError
+from rollforward.model.errors import CheckpointError, NonFiniteLossError, TrainerError
 from rollforward.model.precision import pack_published, unpack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.shapes import param_specs
@@ -214,3 +214,14 @@ def test_warm_up_rises_linearly_to_the_rate() -> None:
     batch = _batch(config, (9,), seed=1)
     rates = [trainer.train_step([batch], _negative_sum()).learning_rate for _ in range(6)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(tiny_config())
+
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 11413632 vs 11413512")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(\d+ bytes are free\).*Make room"):
+        trainer.save(tmp_path)
