@@ -59,7 +59,7 @@ class Value(msgspec.Struct, frozen=True, tag=True):
     """What the function returned."""
 
     value: float | None
-    """As a number, which JSON can hold; None where it is none."""
+    """As a number; None where it is none or not finite, for which JSON has null."""
     shown: str
     """As a person reads it, cut short."""
 
@@ -159,8 +159,6 @@ def _call(function: Callable[[str, str | None, str], Any], call: Call) -> Value 
         shown = repr(returned)[:_MAX_SHOWN_CHARS]
     except BaseException as error:  # noqa: BLE001, the code is the user's
         return _raised(error)
-    if value is not None and value - value != 0.0:
-        value = None  # not finite, which JSON cannot hold; `shown` has it
     return Value(value, clean(shown))
 
 

@@ -6,7 +6,6 @@ and which are held out is in `dataset.py`.
 """
 
 import difflib
-import itertools
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,7 +126,6 @@ class _Columns:
                 " leave it out",
                 row,
             )
-        self._check_unicode(self.question, "".join(message.content for message in messages), row)
         return messages
 
     def _answer(self, value: Any, row: int) -> str:
@@ -137,14 +135,7 @@ class _Columns:
             raise self._wrong_type(self.answer, value, "a text or a whole number", row)
         if not value.strip():
             raise self.fault(f"column {self.answer!r} is empty; no answer equals it. Leave the row out", row)
-        self._check_unicode(self.answer, value, row)
         return value
-
-    def _check_unicode(self, column: str | None, text: str, row: int) -> None:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise self.fault(f"column {column!r} holds half a character ({error}). Correct the row", row) from None
 
     def _wrong_type(self, column: str | None, value: Any, rule: str, row: int) -> TaskError:
         kind = "null" if value is None else type(value).__name__
@@ -223,14 +214,25 @@ class ParquetRows:
 
     def scan(self) -> Iterator[Row]:
         """All rows; see `Rows.scan`."""
-        number = itertools.count()
+        first = 0
         for batch in self._table.to_batches(max_chunksize=self._ROWS_AT_ONCE):
-            for values in batch.to_pylist():
-                yield self._columns.read(values, next(number))
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                rows = [self._values(index) for index in range(first, first + batch.num_rows)]  # names the row
+            for index, values in enumerate(rows, first):
+                yield self._columns.read(values, index)
+            first += batch.num_rows
 
     def row(self, index: int) -> Row:
         """One row."""
-        return self._columns.read({name: self._table[name][index].as_py() for name in self._columns.names}, index)
+        return self._columns.read(self._values(index), index)
+
+    def _values(self, index: int) -> dict[str, Any]:
+        try:
+            return {name: self._table[name][index].as_py() for name in self._columns.names}
+        except UnicodeDecodeError as error:
+            raise self._columns.fault(f"there are bytes that are no text ({error}). Correct the row", index) from None
 
     def _check_types(self, schema: Any) -> None:
         question, answer = self._columns.question, self._columns.answer

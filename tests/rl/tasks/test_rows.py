@@ -5,6 +5,7 @@ they were written, from both formats, whatever the text.
 import contextlib
 import json
 import tracemalloc
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,14 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"question": "a\xff", "answer": "b"}\n')
     with pytest.raises(TaskError, match="row 1: this is not JSON"):
+        list(opened(path).scan())
+
+
+def test_bytes_that_are_no_text_are_named_in_parquet_too(tmp_path: Path) -> None:
+    offsets, data = pyarrow.py_buffer(array("i", [0, 1, 2]).tobytes()), pyarrow.py_buffer(b"a\xff")
+    broken = pyarrow.StringArray.from_buffers(2, offsets, data)
+    path = parquet(tmp_path / "bad.parquet", {QUESTION: broken, ANSWER: ["b", "b"]})
+    with pytest.raises(TaskError, match="row 2: there are bytes that are no text"):
         list(opened(path).scan())
 
 
