@@ -28,6 +28,10 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Steps done; the next one has this number."""
     cursor: DataCursor
     """Next prompt or conversation to draw."""
+    trained_tokens: int = 0
+    """Sampled tokens trained on so far (RL)."""
+    probs_diff_max: float = 0.0
+    """Largest difference so far between a token's probability in the engine and in training (RL)."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

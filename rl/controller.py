@@ -34,6 +34,7 @@ from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
 from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
 from rollforward.rl.config import RLRun
+from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.metrics import log_metrics
 from rollforward.rl.prompts import PromptSource
@@ -57,6 +58,10 @@ class Rollout(Protocol):
 
     def load_weights(self, directory: Path) -> list[WeightsAck]:
         """Load a published version on every replica and return what each one holds."""
+        ...
+
+    def acknowledge(self) -> list[WeightsAck]:
+        """Return what every replica holds now, hashed anew."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -102,9 +107,9 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Optimizer steps of the whole run."""
     trained_tokens: int
-    """Sampled tokens that this process trained on."""
+    """Sampled tokens that the whole run trained on."""
     rollout_probs_diff_max: float
-    """Largest difference between a token's probability in the engine and in training, over this process's steps."""
+    """Largest difference between a token's probability in the engine and in training, over the whole run."""
 
 
 class Controller:
@@ -144,14 +149,14 @@ class Controller:
         self._learner = learner
         self._tracker = tracker
         self._seconds: dict[str, float] = {}
-        self._trained_tokens = 0
-        self._probs_diff_max = 0.0
+        self._manifest: WeightsManifest | None = None
 
     def run(self) -> RunOutcome:
         """Do what is left of the run and return its outcome.
 
         Raises:
             WeightsError: a replica does not hold what was published.
+            ProbabilityMismatchError: training and sampling disagree although every replica does.
             NonFiniteLossError, NoTrainableTrajectoriesError: the step cannot be trained; nothing was updated.
         """
         for problem in self._rollout.log_problems():
@@ -188,8 +193,8 @@ class Controller:
             before=before,
             after=after,
             steps=state.step,
-            trained_tokens=self._trained_tokens,
-            rollout_probs_diff_max=self._probs_diff_max,
+            trained_tokens=state.trained_tokens,
+            rollout_probs_diff_max=state.probs_diff_max,
         )
 
     def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float]]:
@@ -220,20 +225,39 @@ class Controller:
         )
         with self._timed("update_actor"):
             metrics = self._learner.update(micro_batches(batch, run.micro_batch_tokens))
+        values = metric_values((*batch.metrics, *metrics, *log_metrics(self._rollout.log_stats())))
+        self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
         with self._timed("update_weights"):
             self._publish(state.step + 1)
-        values = metric_values((*batch.metrics, *metrics, *log_metrics(self._rollout.log_stats())))
         values["perf/total_num_tokens"] = float(sum(trajectory.token_ids_T.size for trajectory in batch.trajectories))
-        self._trained_tokens += batch.num_trained_tokens
-        self._probs_diff_max = max(self._probs_diff_max, values["training/rollout_probs_diff_max"])
-        return LoopState(step=state.step + 1, cursor=cursor), values
+        after = LoopState(
+            step=state.step + 1,
+            cursor=cursor,
+            trained_tokens=state.trained_tokens + batch.num_trained_tokens,
+            probs_diff_max=max(state.probs_diff_max, values["training/rollout_probs_diff_max"]),
+        )
+        return after, values
+
+    def _require_equal_probs(self, step: int, probs_diff_max: float) -> None:
+        """Stop where training and sampling disagree: each token of the step was drawn by the policy that is trained."""
+        if probs_diff_max == 0.0:
+            return
+        if self._manifest is not None:
+            for ack in self._rollout.acknowledge():
+                check_acknowledgement(self._manifest, ack)
+        raise ProbabilityMismatchError(
+            f"step {step + 1}: training/rollout_probs_diff_max is {probs_diff_max}; on-policy it must be exactly 0."
+            " The replicas hold the published weights, so a forward pass is not reproducible on this machine: check"
+            " that engines and learner run on one machine type. The token log keeps what was drawn; begin anew in"
+            " another run_dir"
+        )
 
     def _publish(self, policy_version: int) -> None:
         """Publish the learner's weights; the gate opens where every replica proves that it holds them."""
         root = self._run_dir / WEIGHTS_NAME
-        manifest = self._learner.publish(root, policy_version)
+        self._manifest = self._learner.publish(root, policy_version)
         for ack in self._rollout.load_weights(version_directory(root, policy_version)):
-            check_acknowledgement(manifest, ack)
+            check_acknowledgement(self._manifest, ack)
 
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         with self._timed("testing"):

@@ -43,3 +43,12 @@ class ModelDirectoryError(RLError, ValueError):
 
 class LostProcessError(RLError, RuntimeError):
     """A process of the run died. The run ends with a non-zero exit code; the same command goes on."""
+
+
+class ProbabilityMismatchError(RLError, RuntimeError):
+    """Training and sampling give a token of the step different probabilities. Stop: the run would be off-policy without
+    knowing it."""
+
+
+class EvaluationError(RLError, RuntimeError):
+    """Not one answer of a task could be judged. Stop: an accuracy of 0 would be a claim about the model."""

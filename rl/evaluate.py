@@ -11,7 +11,7 @@ from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.setup import load_parts
 from rollforward.rollout.replica import Replica
-from rollforward.rollout.weights import WEIGHTS_NAME, publish_weights, version_directory
+from rollforward.rollout.weights import WEIGHTS_NAME, check_acknowledgement, publish_weights, version_directory
 
 
 def main(run: EvalRun) -> int:
@@ -23,11 +23,11 @@ def main(run: EvalRun) -> int:
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     root = run_dir / WEIGHTS_NAME
-    publish_weights(root, 0, parts.model_config, read_packed(model_dir, parts.model_config))
+    manifest = publish_weights(root, 0, parts.model_config, read_packed(model_dir, parts.model_config))
     evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
     replica = Replica("eval", run_dir / "wal" / "eval", parts.model_config, precision=run.precision, config=run.rollout)
     try:
-        replica.load_weights(version_directory(root, 0))
+        check_acknowledgement(manifest, replica.load_weights(version_directory(root, 0)))
         results = evaluator.evaluate(replica.generate, step=0, policy_version=0)
     finally:
         replica.close()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rollforward.conf import console
+from rollforward.rl.errors import EvaluationError
 from rollforward.rl.sampling import PromptEncoder, describe_unscored, group_requests, score_completions
 from rollforward.rl.tasks.types import Task, Unscored
 from rollforward.rollout.types import Completion, Request, SamplingParams
@@ -42,8 +43,8 @@ class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def accuracy(self) -> float:
-        """Share of judged answers with full marks; 0 where nothing was judged."""
-        return self.correct / self.judged if self.judged else 0.0
+        """Share of judged answers with full marks."""
+        return self.correct / self.judged
 
 
 class Evaluator:
@@ -72,6 +73,9 @@ class Evaluator:
             generate: samples the requests.
             step: names the requests; an evaluation of the same step is answered from the log.
             policy_version: weights that must sample them.
+
+        Raises:
+            EvaluationError: not one answer of a task could be judged.
         """
         requests = group_requests(
             self._examples,
@@ -104,6 +108,11 @@ class Evaluator:
                 )
                 for example, completion, score in rows[:5]
             )
+            if not rows:
+                raise EvaluationError(
+                    f"evaluation after step {step}: not one of the answers to task {name} could be judged"
+                    f" ({describe_unscored(scores)}). Mend what failed and repeat the command: it goes on from its log"
+                )
             correct = sum(score.is_correct for _, _, score in rows)
             results.append(TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples))
         return tuple(results)

@@ -30,7 +30,7 @@ from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import SamplingParams
-from rollforward.rollout.weights import WEIGHTS_NAME, publish_weights, version_directory
+from rollforward.rollout.weights import WEIGHTS_NAME, check_acknowledgement, publish_weights, version_directory
 
 
 def main(run: SFTRun) -> int:
@@ -146,7 +146,7 @@ class SFTLoop:
         """Publish the policy after ``step`` steps and answer the held-out questions with the engine."""
         root = self._run_dir / WEIGHTS_NAME
         files = {TOKENIZER_NAME: self._tokenizer}
-        publish_weights(root, step, self._parts.model_config, self._trainer.published(), extra_files=files)
+        manifest = publish_weights(root, step, self._parts.model_config, self._trainer.published(), extra_files=files)
         replica = Replica(
             "eval",
             self._run_dir / "wal" / "eval",
@@ -155,7 +155,7 @@ class SFTLoop:
             config=self._run.rollout,
         )
         try:
-            replica.load_weights(version_directory(root, step))
+            check_acknowledgement(manifest, replica.load_weights(version_directory(root, step)))
             return self._evaluator.evaluate(replica.generate, step=step, policy_version=step)
         finally:
             replica.close()

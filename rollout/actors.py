@@ -35,6 +35,10 @@ class RolloutActor:
         """See ``Replica.load_weights``."""
         return self._replica.load_weights(directory)
 
+    def acknowledge(self) -> WeightsAck:
+        """See ``Replica.acknowledge``."""
+        return self._replica.acknowledge()
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See ``Replica.generate``."""
         return self._replica.generate(requests)
@@ -62,6 +66,10 @@ class RolloutPool:
     def load_weights(self, directory: Path) -> list[WeightsAck]:
         """Load a published version on every replica."""
         return ray.get([actor.load_weights.remote(directory) for actor in self._actors])
+
+    def acknowledge(self) -> list[WeightsAck]:
+        """Let every replica hash what it holds now."""
+        return ray.get([actor.acknowledge.remote() for actor in self._actors])
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample on all replicas; answers in the order of the requests."""

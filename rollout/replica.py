@@ -45,7 +45,7 @@ class Replica:
         )
 
     def load_weights(self, directory: Path) -> WeightsAck:
-        """Take a published version and prove what is held: hashes of the engine's own bytes."""
+        """Take a published version and prove what is held: hashes of the engine's own tensors."""
         manifest, _, tensors = read_published(directory)
         self._engine.load_weights(manifest.policy_version, tensors)
         return self.acknowledge()

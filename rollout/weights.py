@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from rollforward.model.checkpoint import iter_checkpoint, read_packed, write_checkpoint
 from rollforward.model.config import ModelConfig, config_json, load_model_config
 from rollforward.model.errors import CheckpointError
-from rollforward.model.precision import PackedTensor
+from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.rollout.errors import WeightsError
 
 WEIGHTS_NAME = "weights"
@@ -41,7 +42,7 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     policy_version: int
     """Weight version, from 0; grows by one a publish."""
     tensors: dict[str, str]
-    """Canonical name -> ``tensor_hash`` of the published bytes."""
+    """Canonical name -> ``tensor_hash`` of the published value."""
     files: dict[str, str] = {}
     """Name of another file of the directory -> 128-bit BLAKE2b hex digest of it (of config.json: of what it says)."""
 
@@ -54,22 +55,24 @@ class WeightsAck(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     """Version that it took."""
     tensors: dict[str, str]
-    """Canonical name -> ``tensor_hash`` of the bytes that it holds, computed from memory after loading."""
+    """Canonical name -> ``tensor_hash`` of the value that its forward reads, computed from memory after loading."""
 
 
-def tensor_hash(packed: PackedTensor) -> str:
-    """Return a 128-bit BLAKE2b hex digest over format, shapes and bytes of payload and scale."""
-    digest = hashlib.blake2b(packed.format.encode(), digest_size=_HASH_BYTES)
-    for part in (packed.data, packed.scale):
-        if part is not None:
-            digest.update(repr(tuple(part.shape)).encode())
-            digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+def tensor_hash(value: Tensor) -> str:
+    """Return a 128-bit BLAKE2b hex digest over dtype, shape and bytes of the value that a forward reads."""
+    digest = hashlib.blake2b(f"{value.dtype} {tuple(value.shape)}".encode(), digest_size=_HASH_BYTES)
+    digest.update(value.detach().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def tensor_hashes(tensors: Mapping[str, PackedTensor]) -> dict[str, str]:
-    """Return the hash of every tensor, by canonical name."""
-    return {name: tensor_hash(packed) for name, packed in tensors.items()}
+def tensor_hashes(values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the hash of every value, by canonical name."""
+    return {name: tensor_hash(value) for name, value in values.items()}
+
+
+def published_hashes(tensors: Mapping[str, PackedTensor]) -> dict[str, str]:
+    """Return the hashes that an engine must show which unpacked these published bytes."""
+    return {name: tensor_hash(unpack_published(packed)) for name, packed in tensors.items()}
 
 
 def version_directory(root: Path, policy_version: int) -> Path:
@@ -100,7 +103,7 @@ def publish_weights(
     extra_files = dict(extra_files or {})
     manifest = WeightsManifest(
         policy_version=policy_version,
-        tensors=tensor_hashes(tensors),
+        tensors=published_hashes(tensors),
         files={_CONFIG_NAME: _config_hash(config)} | {name: _hash(content) for name, content in extra_files.items()},
     )
     target = version_directory(root, policy_version)
@@ -132,7 +135,7 @@ def check_manifest(directory: Path, config: ModelConfig) -> None:
         raise CheckpointError(
             f"{path} cannot be read: {error}. Fetch the model again, or remove the file to use the model unchecked"
         ) from error
-    found = {spec.name: tensor_hash(packed) for spec, packed in iter_checkpoint(directory, config)}
+    found = {spec.name: tensor_hash(unpack_published(packed)) for spec, packed in iter_checkpoint(directory, config)}
     wrong = sorted(
         name for name in manifest.tensors.keys() | found.keys() if manifest.tensors.get(name) != found.get(name)
     )
@@ -175,7 +178,7 @@ def read_published(directory: Path) -> tuple[WeightsManifest, ModelConfig, dict[
 
 
 def check_acknowledgement(manifest: WeightsManifest, ack: WeightsAck) -> None:
-    """Refuse a replica that does not hold exactly the published bytes.
+    """Refuse a replica that does not hold exactly the published weights.
 
     Raises:
         WeightsError: naming replica and tensors; the replica must get no request.
@@ -190,7 +193,7 @@ def check_acknowledgement(manifest: WeightsManifest, ack: WeightsAck) -> None:
     if wrong:
         shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise WeightsError(
-            f"replica {ack.replica} does not hold the published bytes of {shown} (version"
+            f"replica {ack.replica} does not hold the published {shown} (version"
             f" {ack.policy_version}); it gets no request."
             " Restart the replica; if it happens again, check the machine's memory and disk"
         )

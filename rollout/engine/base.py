@@ -6,6 +6,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from rollforward.model.precision import PackedTensor
 from rollforward.rollout.types import Completion, Request
 
@@ -30,8 +32,8 @@ class Engine(Protocol):
         """
         ...
 
-    def held_tensors(self) -> Mapping[str, PackedTensor]:
-        """Return the published bytes that the engine samples with, for hashing."""
+    def held_tensors(self) -> Mapping[str, Tensor]:
+        """Return the very tensors that the engine's forward reads, by canonical name, for hashing."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -70,7 +70,7 @@ class LocalEngine:
         self._log = log
         self._recovered = dict(recovered.requests)
         self._failed = dict(recovered.failed)
-        self._packed: Mapping[str, PackedTensor] = {}
+        self._values: dict[str, Tensor] = {}
         self._weights: ModelWeights | None = None
         self._policy_version: int | None = None
         self._pool = CachePool(num_slots=0, num_blocks=1, block_tokens=block_tokens(model_config))
@@ -93,15 +93,15 @@ class LocalEngine:
             )
         if self._policy_version is not None and policy_version <= self._policy_version:
             raise EngineError(f"weights {policy_version} came after {self._policy_version}; versions only grow")
-        self._packed = tensors
-        values = {name: unpack_published(packed) for name, packed in tensors.items()}
-        self._weights = build_weights(self._model_config, values)
+        # Own memory, and the very tensors that the forward reads: what is hashed is what is sampled with.
+        self._values = {name: unpack_published(packed).clone() for name, packed in tensors.items()}
+        self._weights = build_weights(self._model_config, self._values)
         self._policy_version = policy_version
         self._log.append_version(policy_version)
 
-    def held_tensors(self) -> Mapping[str, PackedTensor]:
-        """Return the published bytes that the engine samples with."""
-        return self._packed
+    def held_tensors(self) -> Mapping[str, Tensor]:
+        """Return the very tensors that the forward reads, by canonical name."""
+        return self._values
 
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:

@@ -98,6 +98,9 @@ class LocalRollout:
     def load_weights(self, directory: Path) -> list[WeightsAck]:
         return [replica.load_weights(directory) for replica in self.replicas]
 
+    def acknowledge(self) -> list[WeightsAck]:
+        return [replica.acknowledge() for replica in self.replicas]
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self.num_requests += len(requests)
         shares = split_requests(requests, len(self.replicas))

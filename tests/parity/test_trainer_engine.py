@@ -25,8 +25,8 @@ from rollforward.rollout.weights import (
     WeightsAck,
     check_acknowledgement,
     publish_weights,
+    published_hashes,
     read_published,
-    tensor_hashes,
     version_directory,
 )
 from tests.helpers.ranks import join_alone
@@ -125,8 +125,8 @@ def test_one_flipped_bit_of_an_engine_weight_is_seen_and_named(trainer: Trainer,
     config = tiny_config()
     manifest = publish_weights(tmp_path / "weights", 1, config, trainer.published())
     flipped = _flip(trainer.published(), name)
-    ack = WeightsAck(replica="engine-0", policy_version=1, tensors=tensor_hashes(flipped))
-    with pytest.raises(WeightsError, match=rf"engine-0 does not hold the published bytes of {name} \(version 1\)"):
+    ack = WeightsAck(replica="engine-0", policy_version=1, tensors=published_hashes(flipped))
+    with pytest.raises(WeightsError, match=rf"engine-0 does not hold the published {name} \(version 1\)"):
         check_acknowledgement(manifest, ack)
     engine, log = open_engine(tmp_path / "log", flipped)
     with log:
@@ -147,10 +147,12 @@ def test_what_is_published_is_what_is_read_and_acknowledged(trainer: Trainer, tm
     assert [path.name for path in sorted(root.iterdir())] == ["v000001"]
     read, read_config, packed = read_published(version_directory(root, 1))
     assert (read, read_config) == (manifest, config)
-    check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=tensor_hashes(packed)))
+    check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=published_hashes(packed)))
     with pytest.raises(WeightsError, match="holds version 0, published is 1"):
-        check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=0, tensors=tensor_hashes(packed)))
-    partial = {name: value for name, value in tensor_hashes(packed).items() if name != "layers.0.ffn.gate.tid2eid"}
+        check_acknowledgement(
+            manifest, WeightsAck(replica="engine-0", policy_version=0, tensors=published_hashes(packed))
+        )
+    partial = {name: value for name, value in published_hashes(packed).items() if name != "layers.0.ffn.gate.tid2eid"}
     with pytest.raises(WeightsError, match=r"layers\.0\.ffn\.gate\.tid2eid"):
         check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=partial))
 

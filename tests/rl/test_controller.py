@@ -8,7 +8,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rollforward.conf.errors import RunDirError
 from rollforward.model.checkpoint import read_checkpoint
@@ -18,11 +20,13 @@ from rollforward.model.precision import pack_published
 from rollforward.model.shapes import param_specs
 from rollforward.rl.batch import PackedBatch
 from rollforward.rl.controller import RunOutcome
+from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.learner import Learner
 from rollforward.rollout.errors import WeightsError
+from rollforward.rollout.types import Completion, Request, RequestId
 from rollforward.rollout.wal_records import RecordType
 from rollforward.rollout.wal_recovery import recover
-from rollforward.rollout.weights import read_published, tensor_hashes, version_directory
+from rollforward.rollout.weights import published_hashes, read_published, version_directory
 from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES, frame_seed, scan_frames
 from tests.helpers.runs import build_controller, small_run, write_model
 
@@ -53,7 +57,7 @@ def test_engine_and_trainer_agree_to_the_bit_while_weights_move(
     outcome, tensors = undisturbed
     config = load_model_config(model_dir)
     specs = {spec.name: spec for spec in param_specs(config)}
-    start = tensor_hashes(
+    start = published_hashes(
         {name: pack_published(specs[name], master) for name, master in read_checkpoint(model_dir, config).items()}
     )
     moved = [name for name, spec in specs.items() if spec.trained and tensors[name] != start[name]]
@@ -200,13 +204,52 @@ def test_a_replica_that_does_not_hold_what_was_published_gets_no_request(model_d
     def load_and_corrupt(directory: Path) -> object:
         load(directory)
         held = replica._engine.held_tensors()
-        held["norm.weight"].data.view(-1)[0] += 1
+        held["norm.weight"].view(-1)[0] += 1
         return replica.acknowledge()
 
     replica.load_weights = load_and_corrupt  # type: ignore[method-assign,assignment]
-    with pytest.raises(WeightsError, match=r"engine-0 does not hold the published bytes of norm\.weight \(version 0\)"):
+    with pytest.raises(WeightsError, match=r"engine-0 does not hold the published norm\.weight \(version 0\)"):
         controller.run()
     assert rollout.num_requests == 0
+
+
+@pytest.mark.parametrize("name", ["layers.0.attn.wq_a.weight", "layers.3.ffn.experts.w1.weight", "head.weight"])
+def test_a_bit_that_flips_in_an_engine_weight_stops_the_run_with_its_name(
+    model_dir: Path, tmp_path: Path, name: str
+) -> None:
+    """The flip comes after the gate has opened; the step's log-probs differ, and a new hash names the tensor."""
+    run = small_run(tmp_path / "run", model_dir)
+    controller, _, rollout = build_controller(run)
+    (replica,) = rollout.replicas
+    generate = replica.generate
+
+    def flip_then_generate(requests: Sequence[Request]) -> list[Completion]:
+        if requests[0].id == RequestId(1, 0, 0):
+            tensor = replica._engine.held_tensors()[name]
+            tensor.view(torch.int32).view(-1)[:64] ^= 1 << 23
+        return generate(requests)
+
+    replica.generate = flip_then_generate  # type: ignore[method-assign]
+    escaped = name.replace(".", r"\.")
+    with pytest.raises(WeightsError, match=rf"engine-0 does not hold the published {escaped} \(version 1\)"):
+        controller.run()
+
+
+def test_a_disagreement_without_a_culprit_stops_the_run(model_dir: Path, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", model_dir)
+    controller, _, rollout = build_controller(run)
+    (replica,) = rollout.replicas
+    generate = replica.generate
+
+    def misreport(requests: Sequence[Request]) -> list[Completion]:
+        completions = generate(requests)
+        for completion in completions[:1]:
+            completion.behavior_logprobs[:] = np.nextafter(completion.behavior_logprobs, np.float32(-9))
+        return completions
+
+    replica.generate = misreport  # type: ignore[method-assign]
+    with pytest.raises(ProbabilityMismatchError, match=r"step 1: training/rollout_probs_diff_max is \d"):
+        controller.run()
 
 
 def test_held_out_answers_and_metrics_are_written(model_dir: Path, tmp_path: Path) -> None:
