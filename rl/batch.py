@@ -241,7 +241,7 @@ def _pack_trajectory(trajectory: Trajectory, advantage: float, weight: float) ->
         worst = trained[~(np.isfinite(trained) & (trained <= 0))][0]
         raise BatchError(
             f"trajectory {trajectory.id} has a behavior log-prob of {worst} at a trained token; it must be finite and"
-            " at most 0. A policy that blew up draws so: begin again with a lower optim.lr. Otherwise the engine is at fault"
+            " at most 0. A policy that blew up draws so: begin again with a lower optim.lr"
         )
     token_ids_T = np.concatenate([segment.token_ids_T for segment in segments])
     return PackedBatch(
