@@ -289,7 +289,7 @@ def test_an_inert_batch_has_the_tokens_and_trains_none() -> None:
 def test_impossible_behavior_logprobs_are_refused(logprob: float) -> None:
     arrays = _sequence([1], [2, 3])
     arrays["behavior_logprobs_T"][2] = logprob
-    with pytest.raises(BatchError, match="s4-p0-m0 has a behavior log-prob.*lower optim.lr"):
+    with pytest.raises(BatchError, match=r"s4-p0-m0 has a behavior log-prob.*lower optim\.lr"):
         _build([_group(0, _trajectory(0, 0, 1.0, **arrays), _trajectory(0, 1, 0.0))])
 
 
