@@ -5,7 +5,6 @@ ConversationSource --micro-batches--> Trainer.train_step (mean negative log-prob
 
 import json
 import time
-import uuid
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from torch import Tensor
 from rollforward.conf import console
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
-from rollforward.model.distributed import join_group, leave_group
+from rollforward.model.distributed import join_group, leave_group, new_rendezvous
 from rollforward.model.init import fresh_params
 from rollforward.model.tokenizer import train_tokenizer
 from rollforward.model.trainer import LossPart, Trainer
@@ -49,7 +48,7 @@ def main(run: SFTRun) -> int:
         model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.max_answer_tokens
     )
     torch.set_num_threads(run.rollout.threads)
-    join_group(run_dir / f".rendezvous-{uuid.uuid4().hex}", rank=0, num_ranks=1)
+    join_group(new_rendezvous(run_dir), rank=0, num_ranks=1)
     try:
         with Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)) as tracker:
             accuracy = SFTLoop(run, parts, model_dir, tracker).run()

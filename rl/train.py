@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import time
-import uuid
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from ray.exceptions import RayActorError
 
 from rollforward.conf import console
 from rollforward.conf.load import LIBRARY_ENVIRONMENT
+from rollforward.model.distributed import new_rendezvous
 from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.config import RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
@@ -94,7 +94,7 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
         temperature=run.sampling.temperature,
         threads=run.cluster.learner_threads,
     )
-    rendezvous = run_dir / f".rendezvous-{uuid.uuid4().hex}"
+    rendezvous = new_rendezvous(run_dir)
     num_ranks = run.cluster.learner_ranks
     learners = [
         LearnerActor.options(num_cpus=0, runtime_env=environment).remote(rank, num_ranks, rendezvous)
