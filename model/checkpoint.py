@@ -221,9 +221,9 @@ def write_checkpoint(
         _write_synced(partial / "config.json", _json_bytes(config_json(config)))
         for name, contents in (extra_files or {}).items():
             _write_synced(partial / name, contents)
-        _sync_folder(partial)
+        sync_path(partial)
         partial.rename(directory)
-        _sync_folder(directory.parent)
+        sync_path(directory.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{directory} cannot be written: {error}. Check the disk; nothing was published."
@@ -294,7 +294,7 @@ class _ShardWriter:
     def _flush(self) -> None:
         file = self._directory / f"{len(self._shards)}.safetensors"
         save_file(self._pending, file, metadata={"format": "pt"})
-        _sync_file(file)
+        sync_path(file)
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -315,16 +315,17 @@ def _json_bytes(value: object) -> bytes:
 
 def _write_synced(file: Path, contents: bytes) -> None:
     file.write_bytes(contents)
-    _sync_file(file)
+    sync_path(file)
 
 
-def _sync_file(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable (fsync).
+
+    Raises:
+        OSError: the kernel's.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync_file(folder)

@@ -4,7 +4,6 @@ checkpoints/step_000040/   state.json (where the loop stands, and a hash of ever
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf.console import say
+from rollforward.model.checkpoint import sync_path
 from rollforward.rl.prompts import DataCursor
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -66,7 +66,7 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
     (partial / STATE_NAME).write_bytes(msgspec.json.encode(record))
     _sync_tree(partial)
     partial.rename(target)
-    _sync(root)
+    sync_path(root)
     for old in sorted(root.glob("step_*"))[:-keep]:
         shutil.rmtree(old)
     return target
@@ -108,13 +108,5 @@ def _file_hashes(directory: Path) -> dict[str, str]:
 
 def _sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
-        _sync(path)
-    _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
+    sync_path(directory)

@@ -136,20 +136,27 @@ def check_manifest(directory: Path, config: ModelConfig) -> None:
             f"{path} cannot be read: {error}. Fetch the model again, or remove the file to use the model unchecked"
         ) from error
     found = {spec.name: tensor_hash(unpack_published(packed)) for spec, packed in iter_checkpoint(directory, config)}
-    wrong = sorted(
-        name for name in manifest.tensors.keys() | found.keys() if manifest.tensors.get(name) != found.get(name)
-    )
+    wrong = _differing(manifest.tensors, found)
     for name, digest in manifest.files.items():
         file = directory / name
         is_there = file.is_file()
         if not is_there or digest != (_config_hash(config) if name == _CONFIG_NAME else _hash(file.read_bytes())):
             wrong.append(name)
     if wrong:
-        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise CheckpointError(
-            f"{directory}: {shown} changed since {MANIFEST_NAME} was written. Fetch or train the model again; if you"
-            f" changed it yourself, remove {MANIFEST_NAME}"
+            f"{directory}: {_some(wrong)} changed since {MANIFEST_NAME} was written. Fetch or train the model again; if"
+            f" you changed it yourself, remove {MANIFEST_NAME}"
         )
+
+
+def _differing(published: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
+    """Names whose hashes differ or which only one side has, in order."""
+    return sorted(name for name in published.keys() | held.keys() if published.get(name) != held.get(name))
+
+
+def _some(names: list[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _hash(content: bytes) -> str:
@@ -188,12 +195,10 @@ def check_acknowledgement(manifest: WeightsManifest, ack: WeightsAck) -> None:
             f"replica {ack.replica} holds version {ack.policy_version}, published is"
             f" {manifest.policy_version}; it gets no request"
         )
-    names = sorted(manifest.tensors.keys() | ack.tensors.keys())
-    wrong = [name for name in names if manifest.tensors.get(name) != ack.tensors.get(name)]
+    wrong = _differing(manifest.tensors, ack.tensors)
     if wrong:
-        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise WeightsError(
-            f"replica {ack.replica} does not hold the published {shown} (version"
+            f"replica {ack.replica} does not hold the published {_some(wrong)} (version"
             f" {ack.policy_version}); it gets no request."
             " Restart the replica; if it happens again, check the machine's memory and disk"
         )
