@@ -122,12 +122,12 @@ def build_groups(
     """Join prompts, sampled tokens and scores into groups: what was sampled is what is trained."""
     members: dict[int, list[Trajectory]] = {}
     for request, completion, score in zip(requests, completions, scores, strict=True):
-        num_prompt, num_sampled = request.prompt_ids.size, completion.token_ids.size
+        num_prompt = request.prompt_ids.size
         trajectory = Trajectory(
             id=completion.id,
             task=examples[completion.id.prompt].task,
             token_ids_T=np.concatenate((request.prompt_ids, completion.token_ids)),
-            trained_mask_T=np.concatenate((np.zeros(num_prompt, np.bool_), np.ones(num_sampled, np.bool_))),
+            trained_mask_T=np.concatenate((np.zeros(num_prompt, np.bool_), completion.sampled_mask)),
             behavior_logprobs_T=np.concatenate((np.zeros(num_prompt, np.float32), completion.behavior_logprobs)),
             policy_version=completion.policy_version,
             reward=None if isinstance(score, Unscored) else score.value,

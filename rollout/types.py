@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -31,6 +32,8 @@ class StopReason(StrEnum):
     """The policy drew its end-of-sequence token."""
     LENGTH = "length"
     """The token budget was used up."""
+    TURNS = "turns"
+    """The policy called a tool in the last turn that it had."""
     ABORTED = "aborted"
     """The system ended it; always comes with a failure type."""
 
@@ -128,6 +131,22 @@ class RequestId(msgspec.Struct, frozen=True, order=True):
         return cls(int(step), int(prompt), int(member), purpose == "eval")
 
 
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """That a request's turns may be answered by tools, and how far."""
+
+    task: str
+    """Name of the task whose tools answer."""
+    max_turns: Annotated[int, msgspec.Meta(ge=2)]
+    """Turns that the policy may take, the last one included."""
+    max_observation_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens that the answer to one turn may have; a longer one is cut."""
+
+    @property
+    def max_observed_tokens(self) -> int:
+        """Tokens that all answers together may have."""
+        return (self.max_turns - 1) * self.max_observation_tokens
+
+
 class Request(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """One completion to sample."""
 
@@ -141,6 +160,16 @@ class Request(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """How to draw and how many tokens at most."""
     policy_version: int
     """Weight version that must sample it."""
+    tools: ToolUse | None = None
+    """Who answers its turns; None where the first turn is the only one."""
+    record_routes: bool = False
+    """Whether the completion carries the experts that every token visited."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that its sequence may reach: prompt, budget and observations."""
+        observed = 0 if self.tools is None else self.tools.max_observed_tokens
+        return self.prompt_ids.size + self.sampling.max_new_tokens + observed
 
     def __post_init__(self) -> None:
         """Refuse arrays of another dtype or rank, an empty prompt, and a seed beyond 64 bits."""
@@ -151,15 +180,43 @@ class Request(ArrayRecord, frozen=True, kw_only=True, eq=False):
             raise ValueError(f"request {self.id}: seed is {self.seed}; it must be in [0, 2**64): use request_seed()")
 
 
+class KeptSets(ArrayRecord, frozen=True, kw_only=True, eq=False):
+    """For each token of a sequence the set that it was drawn from, where top-p or top-k cut the vocabulary.
+
+    Example: counts_T [0, 2], token_ids [3, 7]: the first token was drawn from all, the second from {3, 7}.
+    """
+
+    counts_T: Int32Array
+    """[T] int32. Size of each token's set; 0 means the whole vocabulary (or a token that nobody drew)."""
+    token_ids: Int32Array
+    """[sum of counts] int32. The sets one after another, each in ascending order."""
+
+    def __post_init__(self) -> None:
+        """Refuse sets that do not add up."""
+        if int(self.counts_T.sum()) != self.token_ids.size:
+            raise ValueError(
+                f"kept sets: counts add up to {int(self.counts_T.sum())}, but there are {self.token_ids.size} ids; the"
+                " ids are the sets one after another"
+            )
+
+
 class Completion(ArrayRecord, frozen=True, kw_only=True, eq=False):
-    """What an engine sampled for one request, every token durable."""
+    """What followed a request's prompt, every token durable: turns that an engine sampled, and between them what tools
+    observed."""
 
     id: RequestId
     """Identity of the request."""
     token_ids: Int32Array
-    """[T] int32. Sampled tokens, the end-of-sequence token included when there is one."""
+    """[T] int32. All tokens after the prompt in order; a turn ends with the end-of-sequence token if it has one."""
+    sampled_mask: BoolArray
+    """[T] bool. True where the policy drew the token, False where a tool said it."""
     behavior_logprobs: Float32Array
-    """[T] float32. Log-prob of each token under the distribution that it was drawn from."""
+    """[T] float32. Log-prob of each sampled token under the distribution that it was drawn from; 0 elsewhere."""
+    routes: Int16Array | None = None
+    """[prompt + T, L, K] int16. Experts that each token of the whole sequence visited, by layer, hash layers too; -1
+    where unknown, as for the last token, which nothing followed. None unless asked for."""
+    kept: KeptSets | None = None
+    """[T] sets that the tokens were drawn from; None where all were drawn from the whole vocabulary."""
     policy_version: int
     """Weight version that sampled it."""
     stop_reason: StopReason
@@ -172,9 +229,22 @@ class Completion(ArrayRecord, frozen=True, kw_only=True, eq=False):
         _check_arrays(
             str(self.id),
             token_ids=(self.token_ids, np.int32),
+            sampled_mask=(self.sampled_mask, np.bool_),
             behavior_logprobs=(self.behavior_logprobs, np.float32),
         )
         _check_abort(self.id, self.stop_reason, self.failure)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy drew."""
+        return int(self.sampled_mask.sum())
+
+    @property
+    def turns(self) -> tuple[Int32Array, ...]:
+        """The tokens of each turn that the policy took, in order."""
+        starts = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), prepend=0) == 1)
+        ends = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), append=0) == -1) + 1
+        return tuple(self.token_ids[start:end] for start, end in zip(starts, ends, strict=True))
 
 
 class Segment(ArrayRecord, frozen=True, kw_only=True, eq=False):
@@ -190,6 +260,10 @@ class Segment(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """[T] bool. True where the policy drew the token; never at position 0."""
     behavior_logprobs_T: Float32Array
     """[T] float32. Log-prob under the sampling distribution of the token at the same position; 0 where not trained."""
+    routes_TLK: Int16Array | None = None
+    """[T, L, K] int16. Experts that each token visited, by layer; -1 where unknown. None where not recorded."""
+    kept: KeptSets | None = None
+    """[T] sets that the tokens were drawn from; None where all were drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not fit each other."""
@@ -221,6 +295,10 @@ class Trajectory(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """Why the last completion ended."""
     failure: FailureType | None = None
     """What went wrong, or None."""
+    routes_TLK: Int16Array | None = None
+    """[T, L, K] int16. Experts that each token visited, by layer; -1 where unknown. None where not recorded."""
+    kept: KeptSets | None = None
+    """[T] sets that the tokens were drawn from; None where all were drawn from the whole vocabulary."""
     earlier_segments: tuple[Segment, ...] = ()
     """Sequences before the last rewriting of the context, oldest first."""
 
@@ -247,6 +325,8 @@ class Trajectory(ArrayRecord, frozen=True, kw_only=True, eq=False):
             token_ids_T=self.token_ids_T,
             trained_mask_T=self.trained_mask_T,
             behavior_logprobs_T=self.behavior_logprobs_T,
+            routes_TLK=self.routes_TLK,
+            kept=self.kept,
         )
         return (*self.earlier_segments, own)
 
@@ -329,6 +409,11 @@ def _check_sequence(owner: str, sequence: Segment | Trajectory) -> None:
     )
     if sequence.token_ids_T.size == 0:
         raise ValueError(f"{owner}: token_ids_T is empty; a sequence begins with its prompt")
+    routes_TLK, kept = sequence.routes_TLK, sequence.kept
+    if routes_TLK is not None and (routes_TLK.ndim != 3 or len(routes_TLK) != sequence.token_ids_T.size):
+        raise ValueError(f"{owner}: routes_TLK is {list(routes_TLK.shape)}; it has one row [L, K] for each token")
+    if kept is not None and kept.counts_T.size != sequence.token_ids_T.size:
+        raise ValueError(f"{owner}: {kept.counts_T.size} kept sets for {sequence.token_ids_T.size} tokens; one each")
     if sequence.trained_mask_T[0]:
         raise ValueError(f"{owner}: trained_mask_T[0] is True; the first token has no predictor and is never trained")
 

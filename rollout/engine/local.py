@@ -188,6 +188,7 @@ class LocalEngine:
             done[request.id] = Completion(
                 id=request.id,
                 token_ids=held.token_ids,
+                sampled_mask=np.ones(held.token_ids.size, dtype=np.bool_),
                 behavior_logprobs=held.behavior_logprobs,
                 policy_version=held.version_spans[0].policy_version,
                 stop_reason=held.close.stop_reason,

@@ -65,6 +65,7 @@ class Sequence:
         return Completion(
             id=self.request.id,
             token_ids=np.array(sampled, dtype=np.int32),
+            sampled_mask=np.ones(len(sampled), dtype=np.bool_),
             behavior_logprobs=np.array(self.behavior_logprobs, dtype=np.float32),
             policy_version=policy_version,
             stop_reason=self.stop_reason,
@@ -83,6 +84,7 @@ def failed_completion(request: Request, policy_version: int) -> Completion:
     return Completion(
         id=request.id,
         token_ids=np.zeros(0, np.int32),
+        sampled_mask=np.zeros(0, np.bool_),
         behavior_logprobs=np.zeros(0, np.float32),
         policy_version=policy_version,
         stop_reason=StopReason.ABORTED,

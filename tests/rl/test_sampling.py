@@ -72,6 +72,7 @@ def _completion(request: Any, ids: list[int], failure: FailureType | None = None
     return Completion(
         id=request.id,
         token_ids=np.array(ids, np.int32),
+        sampled_mask=np.ones(len(ids), np.bool_),
         behavior_logprobs=np.full(len(ids), -0.5, np.float32),
         policy_version=5,
         stop_reason=StopReason.EOS if failure is None else StopReason.ABORTED,

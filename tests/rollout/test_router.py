@@ -12,6 +12,7 @@ def _complete(request: Request) -> Completion:
     return Completion(
         id=request.id,
         token_ids=np.array([request.id.prompt], np.int32),
+        sampled_mask=np.ones(1, np.bool_),
         behavior_logprobs=np.zeros(1, np.float32),
         policy_version=1,
         stop_reason=StopReason.EOS,

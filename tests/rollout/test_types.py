@@ -68,6 +68,7 @@ def _completion(**changes: Any) -> Completion:
     fields = {
         "id": IDENTITY,
         "token_ids": np.array([5, 2], dtype=np.int32),
+        "sampled_mask": np.array([True, True]),
         "behavior_logprobs": np.array([-0.7, -0.1], dtype=np.float32),
         "policy_version": 2,
         "stop_reason": StopReason.EOS,
