@@ -27,12 +27,16 @@ from rollforward.rollout.types import (
     BoolArray,
     Float32Array,
     Group,
+    Int16Array,
     Int32Array,
+    KeptSets,
     RequestId,
     Segment,
     StopReason,
     Trajectory,
 )
+
+_OPTIONAL_COLUMNS = ("routes_TLK", "kept_counts_T", "kept_ids")
 
 
 class PackedBatch(ArrayRecord, frozen=True, kw_only=True, eq=False):
@@ -62,6 +66,14 @@ class PackedBatch(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """[N] int32. Trained tokens of each whole trajectory."""
     ids: tuple[RequestId, ...]
     """Identities of the N trajectories, in training order."""
+    routes_TLK: Int16Array | None = None
+    """[T, L, K] int16. Experts that the token at the position itself visited when it was sampled, by layer; -1 where
+    unknown. None where nothing was recorded."""
+    kept_counts_T: Int32Array | None = None
+    """[T] int32. Size of the set that the target was drawn from; 0 means the whole vocabulary. None where every set
+    is."""
+    kept_ids: Int32Array | None = None
+    """[sum of kept_counts_T] int32. Those sets one after another, each in ascending order. None as `kept_counts_T`."""
 
 
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -174,7 +186,10 @@ def micro_batches(batch: StepBatch, max_tokens: int) -> tuple[PackedBatch, ...]:
 
 
 def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
-    """Return one batch with the sequences of `parts`, which hold different trajectories, end to end."""
+    """Return one batch with the sequences of `parts`, which hold different trajectories, end to end.
+
+    Where only some parts have routes or kept sets, the others get -1 and the whole vocabulary.
+    """
     counts = [len(part.ids) for part in parts]
     offsets = np.cumsum([0, *counts[:-1]], dtype=np.int32)
     shifted = [
@@ -184,9 +199,17 @@ def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
     arrays = {
         name: np.concatenate([getattr(part, name) for part in shifted])
         for name in PackedBatch.__struct_fields__
-        if name != "ids"
+        if name not in ("ids", *_OPTIONAL_COLUMNS)
     }
-    return PackedBatch(ids=tuple(identity for part in parts for identity in part.ids), **arrays)
+    lengths = [part.token_ids_T.size for part in parts]
+    kept_counts_T, kept_ids = _join_kept(lengths, [(part.kept_counts_T, part.kept_ids) for part in parts])
+    return PackedBatch(
+        ids=tuple(identity for part in parts for identity in part.ids),
+        routes_TLK=_join_routes(lengths, [part.routes_TLK for part in parts]),
+        kept_counts_T=kept_counts_T,
+        kept_ids=kept_ids,
+        **arrays,
+    )
 
 
 def split_micro_batches(micro_batches: Sequence[PackedBatch], num_ranks: int) -> tuple[tuple[PackedBatch, ...], ...]:
@@ -244,10 +267,15 @@ def _pack_trajectory(trajectory: Trajectory, advantage: float, weight: float) ->
             " at most 0. A policy that blew up draws so: begin again with a lower optim.lr"
         )
     token_ids_T = np.concatenate([segment.token_ids_T for segment in segments])
+    target_ids_T = np.concatenate([target_ids_T for target_ids_T, _, _ in rows])
+    lengths = [segment.token_ids_T.size for segment in segments]
+    kept_counts_T, kept_ids = _join_kept(lengths, [_predictor_kept(segment.kept) for segment in segments])
+    if kept_counts_T is not None and kept_ids is not None:
+        _check_drawn_from_kept(trajectory.id, target_ids_T, trained_mask_T, kept_counts_T, kept_ids)
     return PackedBatch(
         token_ids_T=token_ids_T,
-        sequence_lengths_B=np.array([segment.token_ids_T.size for segment in segments], dtype=np.int32),
-        target_ids_T=np.concatenate([target_ids_T for target_ids_T, _, _ in rows]),
+        sequence_lengths_B=np.array(lengths, dtype=np.int32),
+        target_ids_T=target_ids_T,
         trained_mask_T=trained_mask_T,
         behavior_logprobs_T=np.where(trained_mask_T, behavior_logprobs_T, np.float32(0)),
         advantages_T=np.where(trained_mask_T, np.float32(advantage), np.float32(0)),
@@ -255,6 +283,9 @@ def _pack_trajectory(trajectory: Trajectory, advantage: float, weight: float) ->
         trajectory_T=np.zeros(token_ids_T.shape, dtype=np.int32),
         trajectory_tokens_N=np.array([trained_mask_T.sum()], dtype=np.int32),
         ids=(trajectory.id,),
+        routes_TLK=_join_routes(lengths, [segment.routes_TLK for segment in segments]),
+        kept_counts_T=kept_counts_T,
+        kept_ids=kept_ids,
     )
 
 
@@ -267,3 +298,56 @@ def _predictor_rows(segment: Segment) -> tuple[Int32Array, BoolArray, Float32Arr
     trained_mask_T = np.append(segment.trained_mask_T[1:], np.False_)
     behavior_logprobs_T = np.append(segment.behavior_logprobs_T[1:], np.float32(0))
     return target_ids_T, trained_mask_T, behavior_logprobs_T
+
+
+def _predictor_kept(kept: KeptSets | None) -> tuple[Int32Array | None, Int32Array | None]:
+    """Move every token's kept set to the position before it; the last position predicts nothing."""
+    if kept is None:
+        return None, None
+    return np.append(kept.counts_T[1:], np.int32(0)), kept.token_ids[kept.counts_T[0] :]
+
+
+def _join_routes(lengths: Sequence[int], parts: Sequence[Int16Array | None]) -> Int16Array | None:
+    """Routes end to end, -1 for a part without; None where no part has any."""
+    shape = next((part.shape[1:] for part in parts if part is not None), None)
+    if shape is None:
+        return None
+    unknown = np.int16(-1)
+    return np.concatenate(
+        [
+            np.full((length, *shape), unknown) if part is None else part
+            for length, part in zip(lengths, parts, strict=True)
+        ]
+    )
+
+
+def _join_kept(
+    lengths: Sequence[int], parts: Sequence[tuple[Int32Array | None, Int32Array | None]]
+) -> tuple[Int32Array | None, Int32Array | None]:
+    """Counts and ids end to end, the whole vocabulary for a part without; None where no part has any."""
+    if all(counts is None for counts, _ in parts):
+        return None, None
+    counts_T = [
+        np.zeros(length, np.int32) if counts is None else counts
+        for length, (counts, _) in zip(lengths, parts, strict=True)
+    ]
+    return np.concatenate(counts_T), np.concatenate([ids for _, ids in parts if ids is not None])
+
+
+def _check_drawn_from_kept(
+    identity: RequestId,
+    target_ids_T: Int32Array,
+    trained_mask_T: BoolArray,
+    kept_counts_T: Int32Array,
+    kept_ids: Int32Array,
+) -> None:
+    """Refuse a trained token that is not in the set that it was drawn from."""
+    row = np.repeat(np.arange(kept_counts_T.size), kept_counts_T)
+    is_in_T = np.zeros(kept_counts_T.size, np.bool_)
+    is_in_T[row[kept_ids == target_ids_T[row]]] = True
+    outside = np.flatnonzero(trained_mask_T & (kept_counts_T > 0) & ~is_in_T)
+    if outside.size:
+        raise BatchError(
+            f"trajectory {identity}: token {target_ids_T[outside[0]]} at position {outside[0] + 1} is not in the kept"
+            " set that it was drawn from; tokens and sets do not belong together. Sample the step again"
+        )

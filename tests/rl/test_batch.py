@@ -22,7 +22,7 @@ from rollforward.rl.batch import (
     split_micro_batches,
 )
 from rollforward.rl.errors import BatchError, NoTrainableTrajectoriesError
-from rollforward.rollout.types import FailureType, Group, RequestId, Segment, StopReason, Trajectory
+from rollforward.rollout.types import FailureType, Group, KeptSets, RequestId, Segment, StopReason, Trajectory
 
 
 def _sequence(prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -249,12 +249,52 @@ def test_packing_concatenates_every_field() -> None:
     (pack,) = micro_batches(batch, 10_000)
     parts = batch.trajectories
     for name in PackedBatch.__struct_fields__:
-        if name not in ("ids", "trajectory_T"):
+        if name not in ("ids", "trajectory_T", "routes_TLK", "kept_counts_T", "kept_ids"):
             assert getattr(pack, name).tolist() == [value for part in parts for value in getattr(part, name).tolist()]
             assert getattr(pack, name).dtype == getattr(parts[0], name).dtype
     sizes = [part.token_ids_T.size for part in parts]
     assert pack.trajectory_T.tolist() == np.repeat(np.arange(6), sizes).tolist()
     assert pack.trajectory_T.dtype == np.int32
+
+
+def _recorded(member: int, **changes: Any) -> Trajectory:
+    """Prompt 90 91 | drawn 5 6 7 with routes [position, layer, slot] = 10 position + 2 layer + slot; 6 drawn from 1 6
+    9."""
+    routes_TLK = np.arange(5, dtype=np.int16).reshape(5, 1, 1) * 10 + np.arange(4, dtype=np.int16).reshape(2, 2)
+    kept = KeptSets(counts_T=np.array([0, 0, 0, 3, 1], np.int32), token_ids=np.array([1, 6, 9, 7], np.int32))
+    fields = {**_sequence([90, 91], [5, 6, 7]), "routes_TLK": routes_TLK, "kept": kept, **changes}
+    return _trajectory(0, member, float(member), **fields)
+
+
+def test_kept_sets_move_to_the_predicting_position_and_routes_stay_with_their_token() -> None:
+    first = _build([_group(0, _recorded(0), _recorded(1))]).trajectories[0]
+    assert first.kept_counts_T is not None
+    assert first.kept_ids is not None
+    assert first.routes_TLK is not None
+    assert first.target_ids_T.tolist() == [91, 5, 6, 7, 0]
+    assert first.kept_counts_T.tolist() == [0, 0, 3, 1, 0]
+    assert first.kept_ids.tolist() == [1, 6, 9, 7]
+    assert first.routes_TLK[3].tolist() == [[30, 31], [32, 33]]
+    assert (first.routes_TLK.dtype, first.kept_counts_T.dtype, first.kept_ids.dtype) == (np.int16, np.int32, np.int32)
+
+
+def test_segments_and_trajectories_without_records_get_unknown_routes_and_whole_vocabularies() -> None:
+    plain = Segment(**_sequence([1, 2], [4]))
+    mixed = _recorded(0, earlier_segments=(plain,))
+    (pack,) = micro_batches(_build([_group(0, mixed, _recorded(1), _trajectory(0, 2, 0.0))]), 10_000)
+    assert pack.routes_TLK is not None
+    assert pack.kept_counts_T is not None
+    assert pack.kept_ids is not None
+    assert pack.routes_TLK[:, 1, 1].tolist() == [-1] * 3 + [3, 13, 23, 33, 43] * 2 + [-1] * 4
+    assert pack.kept_counts_T.tolist() == [0] * 3 + [0, 0, 3, 1, 0] * 2 + [0] * 4
+    assert pack.kept_ids.tolist() == [1, 6, 9, 7] * 2
+    assert pack.routes_TLK.dtype == np.int16
+
+
+def test_a_token_outside_its_kept_set_is_refused() -> None:
+    kept = KeptSets(counts_T=np.array([0, 0, 0, 2, 0], np.int32), token_ids=np.array([1, 9], np.int32))
+    with pytest.raises(BatchError, match=r"s4-p0-m1: token 6 at position 3 is not in the kept set"):
+        _build([_group(0, _recorded(0), _recorded(1, kept=kept))])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
