@@ -1,5 +1,7 @@
 """Mixture of experts of one layer: hash or learned routing, routed experts, shared expert."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from rollforward.kernels.linear.row_linear import row_linear
@@ -9,8 +11,19 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.numerics import Numerics
 from rollforward.model.weights import MoEWeights
 
+Router = Callable[[Tensor], Tensor]
+"""From the experts that a layer's own router chose, int64 [T, K], to those that are visited (``routing.py``)."""
 
-def moe(weights: MoEWeights, x_TD: Tensor, token_T: Tensor, config: ModelConfig, numerics: Numerics) -> Tensor:
+
+def moe(
+    weights: MoEWeights,
+    x_TD: Tensor,
+    token_T: Tensor,
+    config: ModelConfig,
+    numerics: Numerics,
+    *,
+    router: Router | None = None,
+) -> Tensor:
     """Run one mixture of experts.
 
     Args:
@@ -18,6 +31,7 @@ def moe(weights: MoEWeights, x_TD: Tensor, token_T: Tensor, config: ModelConfig,
         x_TD: [T, D] float32, normed input.
         token_T: int64 [T], token ids, read by hash layers only.
         config: widths, top-k, clamp and scale. numerics: quantisers.
+        router: may replace the chosen experts; their weights come from the live scores all the same. None keeps them.
 
     Returns:
         [T, D] float32: routed experts in slot order, then the shared expert.
@@ -31,6 +45,8 @@ def moe(weights: MoEWeights, x_TD: Tensor, token_T: Tensor, config: ModelConfig,
     else:
         assert weights.bias is not None, "a layer without tid2eid has a selection bias"
         experts_TK = select_experts(scores_TE, weights.bias, k=config.num_experts_per_tok)
+    if router is not None:
+        experts_TK = router(experts_TK)
     weights_TK = route_weights(scores_TE, experts_TK, scale=config.routed_scaling_factor)
     routed_TD = routed_experts(
         x_TD,

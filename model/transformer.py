@@ -4,6 +4,7 @@ One forward serves decode, chunked prefill and packed training: see ``segments.p
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +19,10 @@ from rollforward.model.cache import CacheView
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.errors import ModelInputError
-from rollforward.model.moe import moe
+from rollforward.model.moe import Router, moe
 from rollforward.model.numerics import Numerics
 from rollforward.model.rope import RopeTable, rope_table
+from rollforward.model.routing import Routing
 from rollforward.model.segments import Segment, SegmentBatch
 from rollforward.model.train_config import Precision
 from rollforward.model.weights import BlockWeights, MixWeights, ModelWeights, build_weights, published_tensors
@@ -41,7 +43,13 @@ class Transformer:
         }
 
     def streams(
-        self, weights: ModelWeights, token_T: Tensor, batch: SegmentBatch, storage: dict[str, Tensor] | None = None
+        self,
+        weights: ModelWeights,
+        token_T: Tensor,
+        batch: SegmentBatch,
+        storage: dict[str, Tensor] | None = None,
+        *,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Run the trunk over the new tokens of a batch.
 
@@ -50,6 +58,7 @@ class Transformer:
             token_T: int64 [T], flat in the order of the batch's segments, each in [0, vocab_size).
             batch: which tokens they are.
             storage: cache storage; needed when a segment starts after 0, then read and extended.
+            routing: replays recorded experts and holds those that were visited; None where nobody asks.
 
         Returns:
             [T, M, D] float32: the residual streams after the last block, before the head mix.
@@ -58,14 +67,16 @@ class Transformer:
             ModelInputError: for ids outside the vocabulary, a count that does not match the batch, or slots without
                 storage and the reverse.
 
-        Invariants: row-invariant (docs/design.md, the bit contract), the same with autograd on or off.
+        Invariants: row-invariant (docs/design.md, the bit contract), the same with autograd on or off. Replaying what
+        the same forward visited changes no bit, of values and gradients.
         """
         self._check_tokens(token_T, batch)
         context = self._context(batch, storage)
         embedded_TD = functional.embedding(token_T, weights.embed)
         streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         for layer, block in enumerate(weights.blocks):
-            streams_TMD = self._block(block, streams_TMD, token_T, layer, context)
+            router = None if routing is None else partial(routing.route, layer)
+            streams_TMD = self._block(block, streams_TMD, token_T, layer, context, router)
         return streams_TMD
 
     def hidden(self, weights: ModelWeights, streams_TMD: Tensor) -> Tensor:
@@ -155,7 +166,13 @@ class Transformer:
         return mhc_head(streams_TMD, mix.fn, mix.base, mix.scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps)
 
     def _block(
-        self, block: BlockWeights, streams_TMD: Tensor, token_T: Tensor, layer: int, context: AttentionContext
+        self,
+        block: BlockWeights,
+        streams_TMD: Tensor,
+        token_T: Tensor,
+        layer: int,
+        context: AttentionContext,
+        router: Router | None = None,
     ) -> Tensor:
         eps = self.config.rms_norm_eps
         pre, post, comb = self._mix(block.attn_mix, streams_TMD)
@@ -163,7 +180,8 @@ class Transformer:
         streams_TMD = mhc_post(attention(block.attn, normed_TD, layer, context), streams_TMD, post, comb)
         pre, post, comb = self._mix(block.ffn_mix, streams_TMD)
         normed_TD = rms_norm(mhc_pre(streams_TMD, pre), block.ffn_norm, eps=eps)
-        return mhc_post(moe(block.ffn, normed_TD, token_T, self.config, self.numerics), streams_TMD, post, comb)
+        output_TD = moe(block.ffn, normed_TD, token_T, self.config, self.numerics, router=router)
+        return mhc_post(output_TD, streams_TMD, post, comb)
 
 
 class Model:

@@ -46,6 +46,9 @@ class GRPO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Weight of a token in the step."""
     truncation: Truncation = "keep"
     """What completions that ran out of budget do."""
+    keep_routing: bool = True
+    """Record the experts that every sampled token visits, those of hash layers too, and visit the same ones in
+    training; their weights come from the live router, which goes on learning. A token without a record chooses live."""
 
     def __post_init__(self) -> None:
         """Refuse a group of one."""
@@ -163,7 +166,6 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "sampling.temperature is 0; members of a group would all be the same greedy answer. Set"
                 " sampling.temperature=1"
             )
-        _check_whole_distribution(self.sampling)
         _check_sequence_fits(self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
         _check_warmup(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
@@ -239,18 +241,8 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
-        _check_whole_distribution(self.sampling)
         _check_one_engine(self.rollout, "eval samples")
         _check_heldout(self.tasks, self.prompts, "prompts")
-
-
-def _check_whole_distribution(sampling: SamplingParams) -> None:
-    if sampling.top_p != 1 or sampling.top_k != 0:
-        raise ValueError(
-            f"sampling has top_p={sampling.top_p} and top_k={sampling.top_k}; the engine samples the whole"
-            " distribution, because the kept set of each token is not recorded. Set sampling.top_p=1"
-            " sampling.top_k=0"
-        )
 
 
 def _check_one_engine(rollout: RolloutConfig, what: str) -> None:

@@ -5,6 +5,7 @@ Here: the machine that an actor wraps, one rank. Not here: Ray (actors.py), the 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,8 @@ from rollforward.rl.config import Algorithm
 from rollforward.rl.conversations import PackedConversations
 from rollforward.rl.losses.base import LossOutput, loss_inputs
 from rollforward.rl.losses.registry import policy_loss
+from rollforward.rl.packing import MicroBatchPlan
+from rollforward.rl.samples import open_step
 from rollforward.rollout.weights import WeightsManifest, publish_weights
 
 _NUM_WORST = 3
@@ -67,20 +70,25 @@ class Learner:
         if settings.algorithm.kl_beta > 0:
             self._reference = Model(self._model_config, named, precision=settings.precision)
 
-    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
-        """Take one optimizer step on a step's micro-batches.
+    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
+        """Take one optimizer step on this rank's micro-batches of a step.
 
         Args:
-            micro_batches: from ``rl.batch.micro_batches``; their token weights sum to 1 over all ranks.
+            step_dir: the step's samples, from ``rl.samples.write_step``; mapped into memory, and only the planned
+                trajectories are read.
+            plans: this rank's, from ``rl.packing``; token weights sum to 1 over all ranks.
 
         Returns:
             Loss metrics, merged over micro-batches, and actor/grad_norm and actor/lr.
 
         Raises:
-            NonFiniteLossError: before the optimizer step.
+            NonFiniteLossError, SampleFileError: before the optimizer step.
         """
+        samples = open_step(step_dir)
+        micro_batches = [samples.micro_batch(plan) for plan in plans]
         outputs: list[LossOutput] = []
-        scoring = [scoring_batch(packed) for packed in micro_batches]
+        keep_routing = self._settings.algorithm.keep_routing
+        scoring = [scoring_batch(packed, keep_routing=keep_routing) for packed in micro_batches]
 
         def loss_of(index: int, policy_logprobs_T: Tensor, entropy_T: Tensor) -> LossPart:
             inputs = loss_inputs(
@@ -122,17 +130,32 @@ class Learner:
     def _reference_logprobs(self, batch: ScoringBatch) -> Tensor | None:
         if self._reference is None:
             return None
+        # The reference is its own function: what the policy's router chose is nothing to it. Kept sets are: both sides
+        # of the ratio must be distributions over the same tokens.
+        batch = replace(batch, routes_TLK=None)
         temperature = self._settings.temperature
         return target_logprobs(self._reference.transformer, self._reference.weights, batch, temperature=temperature)[0]
 
 
-def scoring_batch(packed: PackedBatch | PackedConversations) -> ScoringBatch:
-    """Return what the trainer scores of a packed micro-batch: the trained targets."""
+def scoring_batch(packed: PackedBatch | PackedConversations, *, keep_routing: bool = True) -> ScoringBatch:
+    """Return what the trainer scores of a packed micro-batch: the trained targets, over the sets they were drawn from.
+
+    Args:
+        packed: the micro-batch.
+        keep_routing: visit the recorded experts again, where there are any; otherwise all are chosen live.
+    """
+    routes_TLK = kept_counts_T = kept_ids = None
+    if isinstance(packed, PackedBatch):
+        routes_TLK = packed.routes_TLK if keep_routing else None
+        kept_counts_T, kept_ids = packed.kept_counts_T, packed.kept_ids
     return ScoringBatch(
         token_ids_T=torch.tensor(packed.token_ids_T, dtype=torch.int64),
         sequence_lengths=tuple(packed.sequence_lengths_B.tolist()),
         target_ids_T=torch.tensor(packed.target_ids_T, dtype=torch.int64),
         scored_mask_T=torch.tensor(packed.trained_mask_T),
+        routes_TLK=None if routes_TLK is None else torch.tensor(routes_TLK),
+        kept_counts_T=None if kept_counts_T is None else torch.tensor(kept_counts_T, dtype=torch.int64),
+        kept_ids=None if kept_ids is None else torch.tensor(kept_ids, dtype=torch.int64),
     )
 
 
