@@ -17,3 +17,24 @@ class CodecUsageError(SandboxError, ValueError):
 
     The caller is wrong: fix the value, do not retry.
     """
+
+
+class ToolError(SandboxError, ValueError):
+    """A tool's file is missing or does not hold a function that can be offered to a model.
+
+    The user is wrong: correct the file or its configuration, do not retry.
+    """
+
+
+class SandboxUnavailableError(SandboxError, RuntimeError):
+    """This machine cannot isolate calls as the substrate promises.
+
+    Stop: nothing runs with less isolation instead. The message says what the machine lacks.
+    """
+
+
+class SandboxClosedError(SandboxError, RuntimeError):
+    """A call was made of a sandbox that is closed, or was still waiting when it closed.
+
+    Make the call of a new sandbox.
+    """
