@@ -8,8 +8,8 @@ import ray
 
 from rollforward.model.distributed import join_group
 from rollforward.model.metrics import Metric, merge_metrics
-from rollforward.rl.batch import PackedBatch, split_micro_batches
 from rollforward.rl.learner import Learner, LearnerSettings
+from rollforward.rl.packing import MicroBatchPlan, split_plans
 from rollforward.rollout.weights import WeightsManifest
 
 
@@ -25,9 +25,9 @@ class LearnerActor:
         """Build the learner; see ``Learner``. Not in the constructor, whose errors lose their type on the way."""
         self._learner = Learner(settings)
 
-    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
+    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """See ``Learner.update``."""
-        return self._learner.update(micro_batches)
+        return self._learner.update(step_dir, plans)
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
         """See ``Learner.publish``."""
@@ -50,10 +50,10 @@ class LearnerPool:
         self._actors = list(actors)
         ray.get([actor.start.remote(settings) for actor in self._actors])
 
-    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
+    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """Take one optimizer step, every rank on its share; see ``Learner.update``."""
-        shares = split_micro_batches(micro_batches, len(self._actors))
-        calls = [actor.update.remote(share) for actor, share in zip(self._actors, shares, strict=True)]
+        shares = split_plans(plans, len(self._actors))
+        calls = [actor.update.remote(step_dir, share) for actor, share in zip(self._actors, shares, strict=True)]
         return merge_metrics(metric for metrics in ray.get(calls) for metric in metrics)
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:

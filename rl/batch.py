@@ -1,9 +1,9 @@
-"""Groups of trajectories to the batch of one step, and that to packed micro-batches.
+"""Groups of trajectories to the batch of one step: heavy columns for every token, one light row for every trajectory.
 
 The only place where masks and token weights are made. Everything per token that leaves this file is aligned with the
 *predicting* position: row t of a packed batch speaks of the token at t + 1, because the logits of position t predict it
-(`_predictor_rows` is that shift). Trajectories are aligned with the token itself. Losses are in `rl/losses`, the
-forward pass in `model/trainer.py`.
+(`_predictor_rows` is that shift). Trajectories are aligned with the token itself. Order and packing are in
+`rl/packing.py`, the files in `rl/samples.py`, losses in `rl/losses`, the forward pass in `model/trainer.py`.
 
 Weights: every trained token of a step has one weight, and the weights of a step sum to 1. They are fixed here, once,
 from the counts of the whole step, so that a loss which only adds weighted tokens can't depend on micro-batches, ranks,
@@ -25,6 +25,7 @@ from rollforward.rl.metrics import advantage_metrics, group_metrics
 from rollforward.rollout.types import (
     ArrayRecord,
     BoolArray,
+    FailureType,
     Float32Array,
     Group,
     Int16Array,
@@ -76,18 +77,52 @@ class PackedBatch(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """[sum of kept_counts_T] int32. Those sets one after another, each in ascending order. None as `kept_counts_T`."""
 
 
+class TrajectoryRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one trained trajectory without looking at its tokens: enough to order, pack and judge it."""
+
+    id: RequestId
+    """Its identity."""
+    task: str
+    """Name of the task that scored it."""
+    reward: float
+    """Its score."""
+    advantage: float
+    """Advantage of each of its trained tokens."""
+    token_weight: float
+    """Share of each of its trained tokens in the step's loss."""
+    segment_lengths: tuple[int, ...]
+    """Tokens of each of its sequences, prompts included."""
+    num_trained_tokens: int
+    """Tokens that the policy drew."""
+    num_turns: int
+    """Turns that the policy took."""
+    stop_reason: StopReason
+    """Why it ended."""
+    failure: FailureType | None
+    """What went wrong, or None."""
+    policy_version: int
+    """Weight version that sampled it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All its tokens, prompts and observations included."""
+        return sum(self.segment_lengths)
+
+
 class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Everything that one step trains on, in (step, prompt, member) order."""
 
+    rows: tuple[TrajectoryRow, ...]
+    """Light metadata of each trajectory."""
     trajectories: tuple[PackedBatch, ...]
-    """One batch for each trajectory, its segments end to end."""
+    """One batch for each row, its segments end to end."""
     metrics: tuple[Metric, ...]
     """What is known of the step before any forward pass: rewards, lengths, advantages, failures."""
 
     @property
     def num_trained_tokens(self) -> int:
         """Trained tokens of the whole step."""
-        return sum(int(trajectory.trajectory_tokens_N.sum()) for trajectory in self.trajectories)
+        return sum(row.num_trained_tokens for row in self.rows)
 
 
 def build_step_batch(
@@ -139,50 +174,17 @@ def build_step_batch(
             " response_length/clip_ratio"
         )
     num_tokens = sum(trajectory.num_trained_tokens for trajectory, _ in trained)
+    rows: list[TrajectoryRow] = []
     packed: list[PackedBatch] = []
     for trajectory, advantage in trained:
         if normalisation == "trajectory_mean":
             weight = 1.0 / (trajectory.num_trained_tokens * len(trained))
         else:
             weight = 1.0 / num_tokens
+        rows.append(_describe(trajectory, advantage, weight))
         packed.append(_pack_trajectory(trajectory, advantage, weight))
     metrics = (*group_metrics(ordered), *advantage_metrics(scored))
-    return StepBatch(trajectories=tuple(packed), metrics=metrics)
-
-
-def micro_batches(batch: StepBatch, max_tokens: int) -> tuple[PackedBatch, ...]:
-    """Pack trajectories, in training order, into micro-batches of at most `max_tokens` tokens.
-
-    A trajectory is never divided, all its segments included, so that what is decided per sequence (off-policy masking,
-    sequence ratios) is decided within one forward pass.
-
-    Args:
-        batch: The step.
-        max_tokens: Tokens of a micro-batch, prompts included.
-
-    Returns:
-        At least one micro-batch; a new one begins where the next trajectory doesn't fit any more.
-
-    Raises:
-        BatchError: a trajectory alone is larger than `max_tokens`.
-    """
-    packs: list[PackedBatch] = []
-    current: list[PackedBatch] = []
-    used = 0
-    for trajectory in batch.trajectories:
-        size = trajectory.token_ids_T.size
-        if size > max_tokens:
-            raise BatchError(
-                f"trajectory {trajectory.ids[0]} has {size} tokens; a micro-batch holds {max_tokens} and a trajectory"
-                " is never divided. Raise micro_batch_tokens or lower sampling.max_new_tokens"
-            )
-        if current and used + size > max_tokens:
-            packs.append(concatenate(current))
-            current, used = [], 0
-        current.append(trajectory)
-        used += size
-    packs.append(concatenate(current))
-    return tuple(packs)
+    return StepBatch(rows=tuple(rows), trajectories=tuple(packed), metrics=metrics)
 
 
 def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
@@ -212,21 +214,6 @@ def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
     )
 
 
-def split_micro_batches(micro_batches: Sequence[PackedBatch], num_ranks: int) -> tuple[tuple[PackedBatch, ...], ...]:
-    """Return each rank's micro-batches: consecutive runs of equal number, filled up with inert ones at the end.
-
-    Every rank makes the same number of passes, so that collective calls meet; token weights are of the whole step, so
-    the ranks' losses add up to it.
-
-    Args:
-        micro_batches: of the whole step, at least one.
-        num_ranks: at least 1.
-    """
-    per_rank = -(-len(micro_batches) // num_ranks)
-    filled = [*micro_batches, *[inert_like(micro_batches[-1])] * (per_rank * num_ranks - len(micro_batches))]
-    return tuple(tuple(filled[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks))
-
-
 def inert_like(packed: PackedBatch) -> PackedBatch:
     """Return the same tokens with nothing trained: what a rank runs that has no micro-batch left while others have one.
 
@@ -251,6 +238,26 @@ def _with_advantages(group: Group, *, divide_by_std: bool) -> list[tuple[Traject
     if included_mask_G.sum() < 2:
         return []
     return [(members[i], float(advantages_G[i])) for i in np.flatnonzero(included_mask_G)]
+
+
+def _describe(trajectory: Trajectory, advantage: float, weight: float) -> TrajectoryRow:
+    """The light metadata of a trajectory that is trained, and so has a score."""
+    segments = trajectory.segments
+    starts = [np.diff(segment.trained_mask_T.astype(np.int8), prepend=0) == 1 for segment in segments]
+    assert trajectory.reward is not None
+    return TrajectoryRow(
+        id=trajectory.id,
+        task=trajectory.task,
+        reward=float(trajectory.reward),
+        advantage=advantage,
+        token_weight=weight,
+        segment_lengths=tuple(segment.token_ids_T.size for segment in segments),
+        num_trained_tokens=trajectory.num_trained_tokens,
+        num_turns=sum(int(is_start_T.sum()) for is_start_T in starts),
+        stop_reason=trajectory.stop_reason,
+        failure=trajectory.failure,
+        policy_version=trajectory.policy_version,
+    )
 
 
 def _pack_trajectory(trajectory: Trajectory, advantage: float, weight: float) -> PackedBatch:

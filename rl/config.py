@@ -156,6 +156,9 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Steps between checkpoints that a restarted run continues from."""
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept."""
+    keep_samples: bool = False
+    """Keep the Arrow files of every step (`run_dir/samples`) for analysis; false unlinks those that a checkpoint
+    covers."""
     tracker: TrackerConfig = TrackerConfig()
     """Where metrics go."""
 

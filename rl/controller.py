@@ -5,13 +5,13 @@
          |                                                      | weights vK            score_completions
      checkpoint <-- state --+                                   |                              | scores
                             |                          publish, acknowledge                    v
-                            +------ learner.update <--micro-batches-- build_step_batch <-- build_groups
+                            +-- learner.update <--files, plan-- write_step <-- build_step_batch <-- build_groups
 
 | stage    | consumes                          | produces                      | waits for                        |
 |----------|-----------------------------------|-------------------------------|----------------------------------|
 | rollout  | prompts, weights vK               | completions, durable          | every replica's acknowledgement  |
 | score    | completions, tasks                | rewards                       | all completions of the step      |
-| learn    | groups in (prompt, member) order  | masters, step K + 1           | all rewards of the step          |
+| learn    | samples/step_K, a packing plan    | masters, step K + 1           | all rewards of the step          |
 | publish  | masters                           | weights v(K+1) with manifest  | nothing in flight                |
 
 Weights are published only when nothing is in flight, and version K is the policy after K optimizer steps, so a run
@@ -31,13 +31,15 @@ import msgspec
 from rollforward.conf.console import Progress, say
 from rollforward.conf.errors import RunDirError
 from rollforward.model.metrics import Metric, metric_values
-from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches
+from rollforward.rl.batch import build_step_batch
 from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.metrics import log_metrics
+from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.prompts import PromptSource
+from rollforward.rl.samples import SAMPLES_NAME, remove_steps, write_step
 from rollforward.rl.sampling import PromptEncoder, build_groups, describe_unscored, group_requests, score_completions
 from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
@@ -80,8 +82,8 @@ class Rollout(Protocol):
 class LearnerGroup(Protocol):
     """The learner side as the loop sees it."""
 
-    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
-        """Take one optimizer step."""
+    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
+        """Take one optimizer step on the samples in ``step_dir``, packed as planned."""
         ...
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
@@ -223,13 +225,15 @@ class Controller:
             divide_by_std=run.algo.advantage_std,
             truncation=run.algo.truncation,
         )
+        with self._timed("write_samples"):
+            step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
         with self._timed("update_actor"):
-            metrics = self._learner.update(micro_batches(batch, run.micro_batch_tokens))
+            metrics = self._learner.update(step_dir, plan_micro_batches(batch.rows, run.micro_batch_tokens))
         values = metric_values((*batch.metrics, *metrics, *log_metrics(self._rollout.log_stats())))
         self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
         with self._timed("update_weights"):
             self._publish(state.step + 1)
-        values["perf/total_num_tokens"] = float(sum(trajectory.token_ids_T.size for trajectory in batch.trajectories))
+        values["perf/total_num_tokens"] = float(sum(row.num_tokens for row in batch.rows))
         after = LoopState(
             step=state.step + 1,
             cursor=cursor,
@@ -285,12 +289,19 @@ class Controller:
             return LoopState(step=0, cursor=self._prompts.start())
         directory, state = found
         self._learner.load(directory)
+        self._retire_samples(state)
         return state
 
     def _save(self, state: LoopState) -> None:
         with self._timed("save_checkpoint"):
             root = self._run_dir / CHECKPOINTS_NAME
             save_checkpoint(root, state, self._learner.save, keep=self._run.keep_checkpoints)
+            self._retire_samples(state)
+
+    def _retire_samples(self, state: LoopState) -> None:
+        """Unlink what the checkpoint of ``state`` covers; an older one, should it be needed, has the token log."""
+        if not self._run.keep_samples:
+            remove_steps(self._run_dir / SAMPLES_NAME, before=state.step)
 
     def _is_due(self, step: int, every_steps: int) -> bool:
         return step % every_steps == 0 or step == self._run.steps

@@ -41,6 +41,11 @@ class ModelDirectoryError(RLError, ValueError):
     allocated."""
 
 
+class SampleFileError(RLError, RuntimeError):
+    """A step's sample file is absent, torn, damaged or of another format. Stop; the same command with the same run_dir
+    writes it anew from the token log."""
+
+
 class LostProcessError(RLError, RuntimeError):
     """A process of the run died. The run ends with a non-zero exit code; the same command goes on."""
 

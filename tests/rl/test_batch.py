@@ -16,13 +16,14 @@ from rollforward.model.metrics import metric_values
 from rollforward.rl.batch import (
     PackedBatch,
     StepBatch,
+    TrajectoryRow,
     build_step_batch,
     inert_like,
-    micro_batches,
-    split_micro_batches,
 )
 from rollforward.rl.errors import BatchError, NoTrainableTrajectoriesError
+from rollforward.rl.packing import plan_micro_batches, split_plans
 from rollforward.rollout.types import FailureType, Group, KeptSets, RequestId, Segment, StopReason, Trajectory
+from tests.helpers.packing import gather, micro_batches
 
 
 def _sequence(prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -139,6 +140,37 @@ def test_completion_order_changes_nothing() -> None:
         batch = _build(shuffled)
         assert micro_batches(batch, 40) == expected
         assert metric_values(batch.metrics) == metric_values(_build(groups).metrics)
+
+
+def test_a_row_says_of_its_trajectory_what_its_tokens_say() -> None:
+    """Prompt 1 2 | drawn 3 in an earlier segment, then prompt 1 | drawn 2 3 | observed 4 | drawn 5: three turns."""
+    earlier = Segment(**_sequence([1, 2], [3]))
+    last = {
+        "token_ids_T": np.array([1, 2, 3, 4, 5], dtype=np.int32),
+        "trained_mask_T": np.array([False, True, True, False, True]),
+        "behavior_logprobs_T": np.zeros(5, np.float32),
+    }
+    changes = {"earlier_segments": (earlier,), "failure": FailureType.TIMEOUT, "stop_reason": StopReason.TURNS}
+    batch = _build([_group(0, _trajectory(0, 0, 1.0), _trajectory(0, 1, 0.0, **last, **changes))])
+    assert batch.rows[1] == TrajectoryRow(
+        id=RequestId(4, 0, 1),
+        task="sum",
+        reward=0.0,
+        advantage=-0.5,
+        token_weight=1 / 8,
+        segment_lengths=(3, 5),
+        num_trained_tokens=4,
+        num_turns=3,
+        stop_reason=StopReason.TURNS,
+        failure=FailureType.TIMEOUT,
+        policy_version=1,
+    )
+    assert batch.rows[1].num_tokens == 8
+    for row, packed in zip(batch.rows, batch.trajectories, strict=True):
+        assert packed.ids == (row.id,)
+        assert packed.token_ids_T.size == row.num_tokens
+        assert packed.trajectory_tokens_N.tolist() == [row.num_trained_tokens]
+        assert set(packed.advantages_T[packed.trained_mask_T].tolist()) == {np.float32(row.advantage)}
 
 
 def test_training_order_is_step_prompt_member() -> None:
@@ -299,21 +331,22 @@ def test_a_token_outside_its_kept_set_is_refused() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
 def test_ranks_get_consecutive_shares_of_equal_number(num_ranks: int) -> None:
-    packed = micro_batches(_build(_step(prompts=5, members=2)), 13)
-    shares = split_micro_batches(packed, num_ranks)
+    batch = _build(_step(prompts=5, members=2))
+    plans = plan_micro_batches(batch.rows, 13)
+    shares = split_plans(plans, num_ranks)
     assert len(shares) == num_ranks
     assert len({len(share) for share in shares}) == 1
-    flat = [batch for share in shares for batch in share]
-    assert flat[: len(packed)] == list(packed)
-    assert all(not batch.trained_mask_T.any() for batch in flat[len(packed) :])
-    assert _total_weight(tuple(flat)) == pytest.approx(1.0)
+    flat = [plan for share in shares for plan in share]
+    assert flat[: len(plans)] == list(plans)
+    assert all(plan.is_inert for plan in flat[len(plans) :])
+    assert _total_weight(gather(batch, flat)) == pytest.approx(1.0)
 
 
 def test_a_trajectory_beyond_the_budget_is_refused() -> None:
     batch = _build([_group(0, _trajectory(0, 0, 1.0, 9), _trajectory(0, 1, 0.0))])
     with pytest.raises(BatchError, match=r"s4-p0-m0 has 11 tokens; a micro-batch holds 10"):
-        micro_batches(batch, 10)
-    assert len(micro_batches(batch, 11)) == 2
+        plan_micro_batches(batch.rows, 10)
+    assert [plan.rows for plan in plan_micro_batches(batch.rows, 11)] == [(0,), (1,)]
 
 
 def test_an_inert_batch_has_the_tokens_and_trains_none() -> None:

@@ -18,10 +18,10 @@ from rollforward.model.config import load_model_config
 from rollforward.model.metrics import Metric
 from rollforward.model.precision import pack_published
 from rollforward.model.shapes import param_specs
-from rollforward.rl.batch import PackedBatch
 from rollforward.rl.controller import RunOutcome
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.learner import Learner
+from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rollout.errors import WeightsError
 from rollforward.rollout.types import Completion, Request, RequestId
 from rollforward.rollout.wal_records import RecordType
@@ -97,11 +97,11 @@ class _DyingLearner:
     def __init__(self, learner: Learner, dies_at: int, *, after_update: bool) -> None:
         self._learner, self._left, self._after_update = learner, dies_at, after_update
 
-    def update(self, micro_batches: Sequence[PackedBatch]) -> tuple[Metric, ...]:
+    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         self._left -= 1
         if self._left == 0 and not self._after_update:
             raise _KilledError
-        metrics = self._learner.update(micro_batches)
+        metrics = self._learner.update(step_dir, plans)
         if self._left == 0:
             raise _KilledError
         return metrics

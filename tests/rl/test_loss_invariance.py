@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from rollforward.model.metrics import Metric, metric_values
-from rollforward.rl.batch import PackedBatch, StepBatch, build_step_batch, inert_like, micro_batches
+from rollforward.rl.batch import PackedBatch, StepBatch, build_step_batch, inert_like
 from rollforward.rl.config import GRPO
 from rollforward.rl.losses.base import LossInputs, loss_inputs
 from rollforward.rl.losses.registry import policy_loss
 from rollforward.rollout.types import Group, RequestId, Segment, StopReason, Trajectory
+from tests.helpers.packing import micro_batches
 
 ALGORITHM = GRPO(kl_beta=0.2, opsm_delta=0.05)
 VOCABULARY = 16
@@ -129,8 +130,9 @@ def _fits(batch: StepBatch, budget: int) -> bool:
 def test_order_and_packing_do_not_matter(seed: int) -> None:
     batch = _step_batch()
     expected = _train(micro_batches(batch, 10_000))
-    shuffled = random.Random(seed).sample(batch.trajectories, len(batch.trajectories))
-    repacked = micro_batches(msgspec.structs.replace(batch, trajectories=tuple(shuffled)), 45)
+    order = random.Random(seed).sample(range(len(batch.rows)), len(batch.rows))
+    shuffled = {name: tuple(getattr(batch, name)[index] for index in order) for name in ("rows", "trajectories")}
+    repacked = micro_batches(msgspec.structs.replace(batch, **shuffled), 45)
     _assert_same(_train(repacked), expected)
 
 

@@ -1,0 +1,368 @@
+"""The samples of a step as Arrow files, written once by the loop and mapped into memory by every learner rank.
+
+samples/step_000012/   trajectories.arrow   a row a trajectory: identity, scores, lengths, where its tokens lie
+                       tokens.arrow         a row a token: what a loss needs of each position
+
+Uncompressed Arrow IPC, one record batch a file, so that a micro-batch is a slice of the map and no copy of it. Arrow
+has no checksums: each trajectory's row carries one of itself and of its tokens, and it is verified when they are read.
+The files only carry a step from sampling to learning: they are made anew from the token log where they are lost, and
+go once a checkpoint covers the step. Here: the bytes. What stands in them is decided in `batch.py`, who reads what in
+`packing.py`.
+
+Letters: T tokens of the step, L layers, K experts of a token.
+"""
+
+import itertools
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rollforward.model.checkpoint import sync_path
+from rollforward.rl.batch import PackedBatch, StepBatch, TrajectoryRow, concatenate, inert_like
+from rollforward.rl.errors import SampleFileError
+from rollforward.rl.packing import MicroBatchPlan
+from rollforward.rollout.types import RequestId
+
+SAMPLES_NAME = "samples"
+"""Folder of a run directory that holds the samples of its steps."""
+
+TRAJECTORIES_NAME = "trajectories.arrow"
+"""File of a step with a row a trajectory."""
+
+TOKENS_NAME = "tokens.arrow"
+"""File of a step with a row a token."""
+
+_FORMAT = {b"format": b"rollforward-samples-1"}
+_WAY_OUT = "Start the run again with the same run_dir: it writes the step anew from its token log"
+
+_TRAJECTORY_SCHEMA = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("prompt", pa.int64(), nullable=False),
+        pa.field("member", pa.int64(), nullable=False),
+        pa.field("task", pa.utf8(), nullable=False),
+        pa.field("reward", pa.float64(), nullable=False),
+        pa.field("advantage", pa.float64(), nullable=False),
+        pa.field("token_weight", pa.float64(), nullable=False),
+        pa.field("segment_lengths", pa.list_(pa.int64()), nullable=False),
+        pa.field("num_tokens", pa.int64(), nullable=False),
+        pa.field("num_trained_tokens", pa.int64(), nullable=False),
+        pa.field("num_turns", pa.int64(), nullable=False),
+        pa.field("stop_reason", pa.utf8(), nullable=False),
+        pa.field("failure", pa.utf8()),
+        pa.field("policy_version", pa.int64(), nullable=False),
+        pa.field("first_token", pa.int64(), nullable=False),
+        pa.field("checksum", pa.uint32(), nullable=False),
+    ],
+    metadata=_FORMAT,
+)
+_TOKEN_COLUMNS: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "target_ids": np.int32,
+    "trained_mask": np.uint8,
+    "behavior_logprobs": np.float32,
+    "advantages": np.float32,
+    "token_weight": np.float32,
+}
+
+
+class _Tokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The token columns of a step, [T] each, as views of the map or of memory."""
+
+    columns: dict[str, npt.NDArray[Any]]
+    """By the names of `_TOKEN_COLUMNS`."""
+    routes_TLK: npt.NDArray[np.int16] | None
+    kept_offsets: npt.NDArray[np.int64] | None
+    """[T + 1]. Where each position's kept set begins in `kept_ids`, and where the last one ends."""
+    kept_ids: npt.NDArray[np.int32] | None
+
+
+class StepSamples:
+    """The samples of one step, mapped into memory; nothing is read before it is asked for.
+
+    Arrays that it gives out are read-only views of the map and outlive both this object and the file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rows: Sequence[TrajectoryRow],
+        first_tokens: Sequence[int],
+        checksums: Sequence[int],
+        tokens: _Tokens,
+    ) -> None:
+        """Hold what `open_step` found."""
+        self.rows = tuple(rows)
+        self._directory = directory
+        self._first_tokens, self._checksums, self._tokens = first_tokens, checksums, tokens
+
+    def micro_batch(self, plan: MicroBatchPlan) -> PackedBatch:
+        """Return the trajectories of a plan end to end.
+
+        Consecutive rows, which is what `plan_micro_batches` makes, are slices of the map; others are copied together.
+
+        Raises:
+            SampleFileError: a trajectory is not what was written.
+        """
+        for index in plan.rows:
+            span = self._span(index, index)
+            if _checksum(self.rows[index], self._tokens, span) != self._checksums[index]:
+                raise SampleFileError(
+                    f"{self._directory}: the checksum of trajectory {self.rows[index].id} does not fit; the files are"
+                    f" damaged. {_WAY_OUT}"
+                )
+        runs = itertools.groupby(enumerate(plan.rows), key=lambda item: item[1] - item[0])
+        parts = [self._consecutive([index for _, index in run]) for _, run in runs]
+        packed = parts[0] if len(parts) == 1 else concatenate(parts)
+        return inert_like(packed) if plan.is_inert else packed
+
+    def _span(self, first: int, last: int) -> slice:
+        """Tokens of consecutive rows."""
+        return slice(self._first_tokens[first], self._first_tokens[last] + self.rows[last].num_tokens)
+
+    def _consecutive(self, indices: Sequence[int]) -> PackedBatch:
+        rows = [self.rows[index] for index in indices]
+        span = self._span(indices[0], indices[-1])
+        kept_counts_T, kept_ids = _kept(self._tokens, span)
+        columns = {f"{name}_T": column[span] for name, column in self._tokens.columns.items()}
+        columns["trained_mask_T"] = columns["trained_mask_T"].view(np.bool_)
+        routes_TLK = self._tokens.routes_TLK
+        return PackedBatch(
+            sequence_lengths_B=np.array([length for row in rows for length in row.segment_lengths], dtype=np.int32),
+            trajectory_T=np.repeat(np.arange(len(rows), dtype=np.int32), [row.num_tokens for row in rows]),
+            trajectory_tokens_N=np.array([row.num_trained_tokens for row in rows], dtype=np.int32),
+            ids=tuple(row.id for row in rows),
+            routes_TLK=None if routes_TLK is None else routes_TLK[span],
+            kept_counts_T=kept_counts_T,
+            kept_ids=kept_ids,
+            **columns,
+        )
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Return where the samples of a step lie under the folder of all samples."""
+    return root / f"step_{step:06d}"
+
+
+def write_step(root: Path, step: int, batch: StepBatch) -> Path:
+    """Write the samples of a step durably, whole or not at all; what an earlier process left of it is replaced.
+
+    Args:
+        root: folder of all samples; made if absent.
+        step: number of the step.
+        batch: what it trains on.
+
+    Returns:
+        The step's directory, for `open_step`.
+
+    Raises:
+        SampleFileError: the disk refuses.
+    """
+    target = step_directory(root, step)
+    partial = root / f".{target.name}.partial"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in (partial, target):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        partial.mkdir()
+        tokens = _columns(concatenate(batch.trajectories))
+        _write_file(partial / TRAJECTORIES_NAME, _trajectory_batch(batch.rows, tokens))
+        _write_file(partial / TOKENS_NAME, _token_batch(tokens))
+        sync_path(partial)
+        partial.rename(target)
+        sync_path(root)
+    except OSError as error:
+        raise SampleFileError(
+            f"{target} cannot be written: {error}. Make room, or set checkpoint_every_steps lower, since samples are"
+            " kept until a checkpoint covers their step; the same command with the same run_dir goes on"
+        ) from error
+    return target
+
+
+def open_step(directory: Path) -> StepSamples:
+    """Map the samples of a step into memory.
+
+    Args:
+        directory: from `write_step`.
+
+    Raises:
+        SampleFileError: a file is absent, torn, or no such file; names it and the way out.
+    """
+    light = _map_file(directory / TRAJECTORIES_NAME)
+    _require_schema(directory / TRAJECTORIES_NAME, light.schema, _TRAJECTORY_SCHEMA)
+    heavy = _map_file(directory / TOKENS_NAME)
+    _require_schema(directory / TOKENS_NAME, heavy.schema, _token_schema(heavy.schema))
+    try:
+        light.validate(full=True)
+        table: dict[str, list[Any]] = light.to_pydict()
+        sizes, first_tokens, checksums = (table.pop(name) for name in ("num_tokens", "first_token", "checksum"))
+        rows = [_row(dict(zip(table, values, strict=True))) for values in zip(*table.values(), strict=True)]
+    except (pa.ArrowException, ValueError) as error:
+        raise SampleFileError(f"{directory / TRAJECTORIES_NAME} is damaged: {error}. {_WAY_OUT}") from error
+    expected = list(itertools.accumulate((row.num_tokens for row in rows), initial=0))
+    if [row.num_tokens for row in rows] != sizes or [*first_tokens, heavy.num_rows] != expected:
+        raise SampleFileError(
+            f"{directory}: {TRAJECTORIES_NAME} describes {expected[-1]} tokens, {TOKENS_NAME} holds {heavy.num_rows},"
+            f" or not in this order; the files are damaged or of two steps. {_WAY_OUT}"
+        )
+    return StepSamples(directory, rows, first_tokens, checksums, _mapped_columns(heavy))
+
+
+def remove_steps(root: Path, *, before: int) -> None:
+    """Unlink the samples of all steps below ``before``, and what killed processes left half written.
+
+    A rank that still maps one keeps what it mapped.
+    """
+    for directory in sorted(root.glob(".step_*.partial")):
+        shutil.rmtree(directory)
+    for directory in sorted(root.glob("step_*")):
+        step = directory.name.removeprefix("step_")
+        if step.isdecimal() and int(step) < before:
+            shutil.rmtree(directory)
+
+
+def _columns(packed: PackedBatch) -> _Tokens:
+    """The heavy columns of a step that lies end to end."""
+    columns = {name: getattr(packed, f"{name}_T") for name in _TOKEN_COLUMNS}
+    columns["trained_mask"] = columns["trained_mask"].view(np.uint8)
+    offsets = None
+    if packed.kept_counts_T is not None:
+        offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(packed.kept_counts_T, dtype=np.int64)))
+    return _Tokens(
+        columns=columns, routes_TLK=packed.routes_TLK, kept_offsets=offsets, kept_ids=packed.kept_ids
+    )
+
+
+def _kept(tokens: _Tokens, span: slice) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.int32] | None]:
+    """Counts and ids of the kept sets of a span of positions."""
+    if tokens.kept_offsets is None or tokens.kept_ids is None:
+        return None, None
+    offsets = tokens.kept_offsets[span.start : span.stop + 1]
+    return np.diff(offsets).astype(np.int32), tokens.kept_ids[offsets[0] : offsets[-1]]
+
+
+def _checksum(row: TrajectoryRow, tokens: _Tokens, span: slice) -> int:
+    """CRC-32 over a trajectory's row and every byte of its tokens."""
+    shape = None if tokens.routes_TLK is None else tokens.routes_TLK.shape[1:]
+    value = zlib.crc32(msgspec.json.encode((row, shape)))
+    parts = [tokens.columns[name][span] for name in _TOKEN_COLUMNS]
+    if tokens.routes_TLK is not None:
+        parts.append(tokens.routes_TLK[span])
+    parts.extend(part for part in _kept(tokens, span) if part is not None)
+    for part in parts:
+        value = zlib.crc32(np.ascontiguousarray(part), value)
+    return value
+
+
+def _trajectory_batch(rows: Sequence[TrajectoryRow], tokens: _Tokens) -> pa.RecordBatch:
+    lines: list[dict[str, Any]] = []
+    first_token = 0
+    for row in rows:
+        after = first_token + row.num_tokens
+        values: dict[str, Any] = msgspec.structs.asdict(row)
+        identity: RequestId = values.pop("id")
+        lines.append(
+            {
+                **values,
+                "step": identity.step,
+                "prompt": identity.prompt,
+                "member": identity.member,
+                "stop_reason": row.stop_reason.value,
+                "failure": None if row.failure is None else row.failure.value,
+                "num_tokens": row.num_tokens,
+                "first_token": first_token,
+                "checksum": _checksum(row, tokens, slice(first_token, after)),
+            }
+        )
+        first_token = after
+    return pa.RecordBatch.from_pylist(lines, schema=_TRAJECTORY_SCHEMA)
+
+
+def _row(values: dict[str, Any]) -> TrajectoryRow:
+    identity = RequestId(*(values.pop(name) for name in ("step", "prompt", "member")))
+    return msgspec.convert({**values, "id": msgspec.to_builtins(identity)}, TrajectoryRow)
+
+
+def _token_batch(tokens: _Tokens) -> pa.RecordBatch:
+    """A record batch over the memory of the columns."""
+    arrays = [pa.array(tokens.columns[name]) for name in _TOKEN_COLUMNS]
+    names = list(_TOKEN_COLUMNS)
+    if tokens.routes_TLK is not None:
+        _, layers, experts = tokens.routes_TLK.shape
+        flat = pa.array(np.ascontiguousarray(tokens.routes_TLK).reshape(-1))
+        by_layer = pa.FixedSizeListArray.from_arrays(flat, experts)
+        arrays.append(pa.FixedSizeListArray.from_arrays(by_layer, layers))
+        names.append("routes")
+    if tokens.kept_offsets is not None:
+        arrays.append(pa.LargeListArray.from_arrays(tokens.kept_offsets, tokens.kept_ids))
+        names.append("kept")
+    found = pa.schema([pa.field(name, array.type) for name, array in zip(names, arrays, strict=True)])
+    return pa.RecordBatch.from_arrays(arrays, schema=_token_schema(found))
+
+
+def _token_schema(like: pa.Schema) -> pa.Schema:
+    """The schema of tokens.arrow, with those of the optional columns that `like` has in a form that can be read."""
+    fields = [pa.field(name, pa.from_numpy_dtype(dtype), nullable=False) for name, dtype in _TOKEN_COLUMNS.items()]
+    if "routes" in like.names:
+        kind = like.field("routes").type
+        shape = (0, 0)
+        if pa.types.is_fixed_size_list(kind) and pa.types.is_fixed_size_list(kind.value_type):
+            shape = (kind.list_size, kind.value_type.list_size)
+        fields.append(pa.field("routes", pa.list_(pa.list_(pa.int16(), shape[1]), shape[0]), nullable=False))
+    if "kept" in like.names:
+        fields.append(pa.field("kept", pa.large_list(pa.int32()), nullable=False))
+    return pa.schema(fields, metadata=_FORMAT)
+
+
+def _mapped_columns(batch: pa.RecordBatch) -> _Tokens:
+    """The columns of tokens.arrow as views of the map."""
+    routes_TLK = kept_offsets = kept_ids = None
+    if "routes" in batch.schema.names:
+        routes = batch.column("routes")
+        flat = routes.values.values.to_numpy(zero_copy_only=True)
+        routes_TLK = flat.reshape(batch.num_rows, routes.type.list_size, routes.type.value_type.list_size)
+    if "kept" in batch.schema.names:
+        kept = batch.column("kept")
+        kept_offsets, kept_ids = kept.offsets.to_numpy(zero_copy_only=True), kept.values.to_numpy(zero_copy_only=True)
+    return _Tokens(
+        columns={name: batch.column(name).to_numpy(zero_copy_only=True) for name in _TOKEN_COLUMNS},
+        routes_TLK=routes_TLK,
+        kept_offsets=kept_offsets,
+        kept_ids=kept_ids,
+    )
+
+
+def _write_file(file: Path, batch: pa.RecordBatch) -> None:
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    sync_path(file)
+
+
+def _map_file(file: Path) -> pa.RecordBatch:
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(file), "r"))
+        if reader.num_record_batches != 1:
+            raise SampleFileError(f"{file} holds {reader.num_record_batches} record batches; it must hold 1. {_WAY_OUT}")
+        batch = reader.get_batch(0)
+        batch.validate(full=False)
+    except (pa.ArrowException, OSError) as error:
+        raise SampleFileError(f"{file} cannot be read: {error}. {_WAY_OUT}") from error
+    return batch
+
+
+def _require_schema(file: Path, found: pa.Schema, expected: pa.Schema) -> None:
+    if not found.equals(expected, check_metadata=True):
+        missing = [f"{field.name} {field.type}" for field in expected if field not in list(found)]
+        metadata = (found.metadata or {}).get(b"format", b"none").decode(errors="replace")
+        raise SampleFileError(
+            f"{file} has another form than this version reads (format {metadata}; columns that are absent or differ:"
+            f" {', '.join(missing) or 'none'}). {_WAY_OUT}"
+        )
