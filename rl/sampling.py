@@ -46,7 +46,7 @@ class PromptEncoder:
 
     def text(self, completion: Completion) -> str:
         """Return the text of a completion, without its end of sequence."""
-        return self._encoding.decode_answer(completion.token_ids.tolist())
+        return self._encoding.decode_turn(completion.token_ids.tolist())
 
 
 def group_requests(

@@ -4,16 +4,19 @@ Does not prove the grammar itself: its text is deepseek-recipe's.
 """
 
 import functools
+import json
 
 import deepseek_recipe
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollforward.model.dsml import parse_turn
 from rollforward.model.encoding import ChatEncoding, plain_texts
 from rollforward.model.errors import EncodingError
-from rollforward.model.messages import Message, ReasoningEffort
+from rollforward.model.messages import Message, ReasoningEffort, ToolCall
 from rollforward.model.tokenizer import CONTROL_TOKENS, TokenizerConfig, train_tokenizer
+from rollforward.sandbox.types import ToolSpec
 
 EFFORTS: tuple[ReasoningEffort, ...] = ("non-think", "low", "high", "max")
 
@@ -128,9 +131,9 @@ def test_plain_texts_hold_what_is_between_control_tokens() -> None:
 
 
 def test_the_answer_ends_at_the_first_end_of_sequence() -> None:
-    assert encoding().decode_answer(ids("It is 3.", EOS, "more", EOS)) == "It is 3."
-    assert encoding().decode_answer(ids("It is 3.")) == "It is 3."
-    assert encoding().decode_answer([]) == ""
+    assert encoding().decode_turn(ids("It is 3.", EOS, "more", EOS)) == "It is 3."
+    assert encoding().decode_turn(ids("It is 3.")) == "It is 3."
+    assert encoding().decode_turn([]) == ""
 
 
 @pytest.mark.parametrize("messages", [[], [user("a"), assistant("b")]])
@@ -158,3 +161,133 @@ def test_a_lone_surrogate_is_an_error() -> None:
 def test_only_an_assistant_reasons() -> None:
     with pytest.raises(ValueError, match="role 'user' carries reasoning"):
         Message(role="user", content="a", reasoning="b")
+
+
+CALCULATOR = ToolSpec(
+    name="calculator",
+    description="Computes.",
+    parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+)
+
+
+def call(expression: str) -> ToolCall:
+    return ToolCall(name="calculator", arguments=json.dumps({"expression": expression}))
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+CALL_TEXT = (
+    "\n\n<",
+    "｜DSML｜",
+    "tool_calls>\n<",
+    "｜DSML｜",
+    'invoke name="calculator">\n<',
+    "｜DSML｜",
+    'parameter name="expression" string="true">1 + 2</',
+    "｜DSML｜",
+    "parameter>\n</",
+    "｜DSML｜",
+    "invoke>\n</",
+    "｜DSML｜",
+    "tool_calls>",
+)
+
+
+def test_a_conversation_with_a_call_by_hand() -> None:
+    turn = Message(role="assistant", content="", tool_calls=(call("1 + 2"),))
+    encoded = encoding().encode_conversation([user("q"), turn, tool("3"), assistant("It is 3.")])
+    parts = (
+        ids(BOS, USER, "q", ASSISTANT, END_THINK),
+        ids(*CALL_TEXT, EOS),
+        ids(USER, "<tool_result>3</tool_result>", ASSISTANT, END_THINK),
+        ids("It is 3.", EOS),
+    )
+    assert list(encoded.token_ids) == [id_ for part in parts for id_ in part]
+    assert list(encoded.trained_mask) == [
+        is_trained for part, is_trained in zip(parts, (False, True, False, True), strict=True) for _ in part
+    ]
+
+
+def test_an_observation_by_hand() -> None:
+    expected = ids(USER, "<tool_result>3</tool_result>\n\n<tool_result>4</tool_result>", ASSISTANT, THINK)
+    assert encoding().encode_observation(["3", "4"], "high") == expected
+
+
+def test_an_observation_holds_a_result() -> None:
+    with pytest.raises(EncodingError, match="holds no result"):
+        encoding().encode_observation([])
+
+
+def test_listed_tools_are_in_the_prompt_as_deepseek_writes_them() -> None:
+    messages = [Message(role="system", content="Be short."), user("q")]
+    conversation = deepseek_recipe.Conversation(
+        [deepseek_recipe.SystemMessage("Be short."), deepseek_recipe.UserMessage("q")],
+        thinking_mode=False,
+        tools=[deepseek_recipe.ToolDefinition("calculator", "Computes.", CALCULATOR.parameters)],
+    )
+    prompt = encoding().encode_prompt(messages, tools=(CALCULATOR,))
+    assert prompt == their_encoder().encode(conversation)
+    assert '{"name": "calculator", "description": "Computes."' in encoding().tokenizer.decode(prompt)
+
+
+result_texts = st.lists(st.text(max_size=8) | st.sampled_from(CONTROL_TOKENS), min_size=1, max_size=3)
+turn_texts = st.text(max_size=8) | st.sampled_from([f"x{token}" for token in CONTROL_TOKENS])
+
+
+@given(result_texts, turn_texts, turn_texts, st.sampled_from(EFFORTS), st.booleans(), st.booleans())
+def test_a_prompt_behind_a_call_is_prompt_turn_and_observation(
+    results: list[str], content: str, reasoning: str, effort: ReasoningEffort, lists_tools: bool, has_system: bool
+) -> None:
+    """Token-in-token-out is what rendering the whole conversation gives, turn after turn."""
+    tools = (CALCULATOR,) if lists_tools else ()
+    tokenizer = encoding().tokenizer
+    history = [*([Message(role="system", content="s")] if has_system else []), user("q")]
+    ids_so_far = encoding().encode_prompt(history, effort, tools)
+    for _ in range(2):
+        turn = Message(
+            role="assistant",
+            content=content,
+            reasoning="" if effort == "non-think" else reasoning,
+            tool_calls=tuple(call("1 + 2") for _ in results),
+        )
+        thought = [] if effort == "non-think" else [*tokenizer.encode(turn.reasoning), tokenizer.control_id(END_THINK)]
+        calls = encoding().encode_conversation([user("q"), turn]).token_ids
+        start = calls.index(tokenizer.control_id(END_THINK)) + 1
+        ids_so_far = [*ids_so_far, *thought, *calls[start:], *encoding().encode_observation(results, effort)]
+        history = [*history, turn, *(tool(result) for result in results)]
+        assert encoding().encode_prompt(history, effort, tools) == ids_so_far
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_a_rendered_call_is_read_back_from_its_ids(effort: ReasoningEffort) -> None:
+    turn = Message(role="assistant", content="So:", tool_calls=(call("1 + 2"),))
+    prompt = encoding().encode_prompt([user("q")], effort)
+    said = encoding().encode_conversation([user("q"), turn], effort).token_ids[len(prompt) :]
+    read = parse_turn(encoding().decode_turn(said), effort)
+    assert (read.content, read.calls, read.problem) == ("So:", (ToolCall(name="calculator", arguments=COMPACT),), None)
+
+
+COMPACT = '{"expression":"1 + 2"}'
+
+
+def test_tool_results_follow_an_assistant() -> None:
+    with pytest.raises(EncodingError, match="follows no assistant's"):
+        encoding().encode_prompt([user("q"), tool("3")])
+
+
+def test_only_an_assistant_calls_tools() -> None:
+    with pytest.raises(ValueError, match="role 'user' carries tool_calls"):
+        Message(role="user", content="a", tool_calls=(call("1"),))
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", "3", '{"a":', '{"a": NaN}'])
+def test_arguments_are_a_json_object(arguments: str) -> None:
+    with pytest.raises(ValueError, match="no JSON object"):
+        ToolCall(name="a", arguments=arguments)
+
+
+def test_a_call_has_a_name_that_needs_no_quoting() -> None:
+    with pytest.raises(ValueError, match="must match"):
+        ToolCall(name='a"', arguments="{}")
