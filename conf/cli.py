@@ -1,76 +1,26 @@
-"""The command `rollforward`: which verb, which recipe, which settings; then the verb's own main.
+"""The command `rollforward`: what the words of a command line ask for, and help.
 
-A verb is one line in VERBS. Its schema is imported to validate, its module only to run, so that help and a wrong key
-answer without torch or ray. Configurations are composed in conf/load.py, recipes read in conf/recipe.py.
+A verb is one line in VERBS (conf/jobs.py). Its schema is imported to validate, its module only to run, so that help and
+a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere.
 """
 
 import contextlib
-import errno
-import importlib
 import importlib.metadata
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
-
-import msgspec
 
 from rollforward.conf import console
-from rollforward.conf.errors import UsageError
-from rollforward.conf.load import (
-    compose_data,
-    config_groups,
-    load_config,
-    set_library_environment,
-    to_yaml,
-    write_resolved,
-)
-from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names
-from rollforward.conf.run_dir import CONFIG_NAME, check_settings, finish, held, is_finished
+from rollforward.conf.errors import UsageError, user_error
+from rollforward.conf.execute import execute
+from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of
+from rollforward.conf.load import compose_data, config_groups, set_library_environment, to_yaml
+from rollforward.conf.recipe import load_recipe, recipe_names
+from rollforward.conf.resume import recorded_jobs
 from rollforward.conf.schema import Field, element_fields, has_parts, nearest, schema_fields, value_at
 
 __all__ = ["VERBS", "Job", "Verb", "execute", "main", "plan_jobs"]
-
-
-class Verb(NamedTuple):
-    """One command."""
-
-    module: str
-    """Module whose `main(config) -> int | None` does the work."""
-    schema: str
-    """`module:class` of the configuration; importing it must cost neither torch nor ray."""
-    summary: str
-    """One line for --help."""
-
-
-VERBS: dict[str, Verb] = {
-    "sft": Verb("rollforward.rl.sft", "rollforward.rl.config:SFTRun", "teach a model from conversations"),
-    "train": Verb("rollforward.rl.train", "rollforward.rl.config:RLRun", "improve a model by reinforcement learning"),
-    "eval": Verb(
-        "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts"
-    ),
-    "plan": Verb(
-        "rollforward.model.plan", "rollforward.model.plan:PlanRun", "sizes of a model, before anything is allocated"
-    ),
-}
-"""The commands, in the order that --help lists them. The root YAML of a verb has the verb's name."""
-
-
-class Job(NamedTuple):
-    """One validated run."""
-
-    name: str
-    """Name within its recipe; the verb where there is no recipe."""
-    verb: str
-    """Key of VERBS."""
-    config: msgspec.Struct
-    """Decoded by the verb's schema."""
-    run_dir: Path | None
-    """Where it writes; None for a verb without a run_dir."""
-    again: Path | None = None
-    """What `run_dir=` names when the command is to go on with this run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,29 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.fail("interrupted")
         return 130
     except Exception as error:
-        told = _user_error(error)
+        told = user_error(error)
         if told is None:
             raise
         console.fail(str(told))
         return 2
-
-
-_DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
-"""What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
-
-
-def _user_error(error: BaseException) -> BaseException | None:
-    """The error to tell without a traceback: a ValueError of some folder's errors.py or a disk that refuses, also when
-    Ray wrapped it."""
-    cause = getattr(error, "cause", None)
-    for candidate in (cause, error):
-        if isinstance(candidate, OSError) and candidate.errno in _DISK_ERRORS:
-            return candidate
-        if isinstance(candidate, ValueError):
-            modules = [base.__module__.split(".") for base in type(candidate).__mro__]
-            if any(parts[0] == "rollforward" and parts[-1] == "errors" for parts in modules):
-                return candidate
-    return None
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -121,23 +53,39 @@ def _dispatch(arguments: list[str]) -> int:
         console.result(importlib.metadata.version("rollforward"))
         return 0
     verb, *rest = arguments
-    if verb not in VERBS:
-        near = nearest(verb, list(VERBS))
+    if verb not in VERBS and verb not in _OTHERS:
+        known = [*VERBS, *_OTHERS]
+        near = nearest(verb, known)
         hint = f"Did you mean {near}? " if near else ""
         raise UsageError(
-            f"{verb} is not a command. {hint}Commands: {', '.join(VERBS)}; rollforward --help explains them."
+            f"{verb} is not a command. {hint}Commands: {', '.join(known)}; rollforward --help explains them."
         )
     if "-h" in rest or "--help" in rest:
-        console.result(_verb_help_text(verb))
+        console.result(_verb_help_text(verb) if verb in VERBS else _OTHERS[verb])
         return 0
-    overrides, print_only = _options(rest)
-    jobs = plan_jobs(verb, overrides)
+    if verb == "submit":
+        from rollforward.conf.submit import submit
+
+        return submit(rest)
+    settings, print_only = _options(rest)
+    jobs = recorded_jobs(_the_run_dir(settings)) if verb == "resume" else plan_jobs(verb, settings)
     if print_only:
         texts = [to_yaml(job.config) for job in jobs]
         heads = [f"# {job.name} (rollforward {job.verb})\n" for job in jobs] if len(jobs) > 1 else [""]
         console.result("---\n".join(head + text for head, text in zip(heads, texts, strict=True)).rstrip())
         return 0
     return execute(jobs)
+
+
+def _the_run_dir(words: Sequence[str]) -> Path:
+    """The only word after `resume`."""
+    if len(words) != 1:
+        given = " ".join(words) or "nothing"
+        raise UsageError(
+            f"resume is followed by {given}; it takes one directory, what run_dir named or a run in it, and goes on"
+            " with exactly the settings that lie there."
+        )
+    return Path(words[0].removeprefix("run_dir=")).resolve()
 
 
 def _options(arguments: list[str]) -> tuple[list[str], bool]:
@@ -157,129 +105,31 @@ def _options(arguments: list[str]) -> tuple[list[str], bool]:
     return rest, print_only
 
 
-def _schema_of(verb: str) -> type[msgspec.Struct]:
-    module, _, name = VERBS[verb].schema.partition(":")
-    return cast("type[msgspec.Struct]", getattr(importlib.import_module(module), name))
+_OTHERS: dict[str, str] = {
+    "resume": """rollforward resume RUN_DIR [--cfg job]: go on with what was interrupted there, with exactly its settings
 
+RUN_DIR is what run_dir named, a recipe's directory too; runs that are finished are kept, the rest is done in order.
+A run's own directory inside a recipe's goes on up to that run. --cfg job prints the settings and does nothing.""",
+    "submit": """rollforward submit VERB ... address=URL [settings]: the same command as a job on a Ray cluster
 
-def _has_run_dir(schema: type[msgspec.Struct]) -> bool:
-    return any(field.encode_name == "run_dir" for field in msgspec.structs.fields(schema))
+VERB ... is any command with its arguments: train recipe=tiny run_dir=/shared/runs/a, or resume /shared/runs/a. Settings
+of the submission itself:
+  address=required        the cluster's dashboard: http://HEAD:8265
+  working_dir=null        directory that is uploaded and in which the job works; relative paths are relative to it
+  submission_id=null      name of the job; Ray draws one
+  wait=true               follow the job's log; the exit code is the job's. false returns when the job is accepted
+The code here is built into a wheel and sent along. The cluster's Python needs the packages that it depends on, and
+run_dir a file system that all its machines see.
 
-
-def _take(overrides: list[str], key: str) -> str | None:
-    """Removes `key=value` from the overrides; the last one counts."""
-    values = [text.partition("=")[2].strip("'\"") for text in overrides if text.partition("=")[0].lstrip("+") == key]
-    overrides[:] = [text for text in overrides if text.partition("=")[0].lstrip("+") != key]
-    return values[-1] if values else None
-
-
-def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
-    """Composes and validates every run that the command line asks for. Nothing is allocated or written.
-
-    With recipe=NAME these are the recipe's runs up to and including the last one of `verb`.
-
-    Raises:
-        UsageError: no such recipe, or it has no run of that verb.
-        ConfigError: some run's configuration is wrong.
-    """
-    rest = list(overrides)
-    recipe = _take(rest, "recipe")
-    if not overrides and (choices := [name for name in recipe_names() if _has_verb(name, verb)]):
-        commands = ", ".join(f"rollforward {verb} recipe={name}" for name in choices)
-        raise UsageError(
-            f"{verb} needs settings. Start from a recipe: {commands}; rollforward {verb} --help lists the settings."
-        )
-    runs = [RecipeRun(name=verb, verb=verb)] if recipe is None else _runs_until(verb, recipe)
-    stem = verb if recipe is None else Path(recipe).stem
-    base: Path | None = None
-    if any(_has_run_dir(_schema_of(run.verb)) for run in runs):
-        base = Path(_take(rest, "run_dir") or f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    addressed = address(runs, verb, rest) if recipe is not None else {verb: rest}
-    run_dirs: dict[str, str] = {}
-    jobs: list[Job] = []
-    for run in runs:
-        schema = _schema_of(run.verb)
-        run_dir: Path | None = None
-        settings = addressed[run.name]
-        if base is not None and _has_run_dir(schema):
-            run_dir = base if recipe is None else base / run.name
-            settings = [*settings, f"run_dir={_quoted(str(run_dir))}"]
-        config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)
-        jobs.append(Job(run.name, run.verb, config, run_dir, again=base if run_dir is not None else None))
-        if run_dir is not None:
-            run_dirs[run.name] = str(run_dir)
-    return jobs
-
-
-def _has_verb(recipe: str, verb: str) -> bool:
-    return any(run.verb == verb for run in load_recipe(recipe).runs)
-
-
-def _runs_until(verb: str, recipe: str) -> list[RecipeRun]:
-    runs = load_recipe(recipe).runs
-    for run in runs:
-        if run.verb not in VERBS:
-            raise UsageError(f"recipe={recipe}: run {run.name} has verb {run.verb}; commands are {', '.join(VERBS)}.")
-        fields = [field.encode_name for field in msgspec.structs.fields(_schema_of(run.verb))]
-        if clash := [other.name for other in runs if other.name in fields]:
-            raise UsageError(
-                f"recipe={recipe}: a run is named {clash[0]}, which is also a setting of {run.verb}, so that "
-                f"{clash[0]}.KEY would mean two things. Rename the run."
-            )
-    last = max((index for index, run in enumerate(runs) if run.verb == verb), default=None)
-    if last is None:
-        had = ", ".join(f"{run.name} ({run.verb})" for run in runs)
-        raise UsageError(
-            f"recipe={recipe} has no run of {verb}; it has {had}. Call rollforward {runs[-1].verb} recipe={recipe}."
-        )
-    return list(runs[: last + 1])
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def execute(jobs: Sequence[Job]) -> int:
-    """Runs the jobs in order. One that finished earlier in its run_dir is kept; the first that fails ends the rest.
-
-    Raises:
-        RunDirError: a run_dir holds a run with other settings, is in use by another process, or cannot be written.
-    """
-    for job in jobs:
-        if job.run_dir is not None:
-            check_settings(job.run_dir, job.config)
-    for index, job in enumerate(jobs):
-        place = f"{index + 1} of {len(jobs)}: {job.name}"
-        with contextlib.nullcontext() if job.run_dir is None else held(job.run_dir):
-            code = _execute(job, place)
-        if code != 0:
-            return code
-    return 0
-
-
-def _execute(job: Job, place: str) -> int:
-    """Runs one job, which has its run_dir for itself."""
-    if job.run_dir is not None:
-        if is_finished(job.run_dir):
-            console.say(f"run {place} was finished earlier, kept: {job.run_dir}")
-            return 0
-        console.say(f"run {place} in {job.run_dir}")
-        write_resolved(job.config, job.run_dir / CONFIG_NAME)
-    start_s = time.monotonic()
-    work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
-    try:
-        code = work(job.config) or 0
-    except BaseException as error:
-        if job.again is not None and _user_error(error) is None:
-            console.say(f"{job.name} has not finished; the same command with run_dir={job.again} goes on")
-        raise
-    if code == 0 and job.run_dir is not None:
-        finish(job.run_dir, name=job.name, verb=job.verb, seconds=time.monotonic() - start_s)
-    return code
+Ray asks for a token: ~/.ray/auth_token of the machine that started the cluster, copied to the same place here (or
+RAY_AUTH_TOKEN=...). For a cluster that was started with RAY_AUTH_MODE=disabled set the same here.""",
+}
+"""Commands that run verbs -> their help, of which the first line is the summary."""
 
 
 def _help_text() -> str:
-    width = max(len(name) for name in (*VERBS, *recipe_names()))
+    others = {name: text.splitlines()[0].partition(": ")[2] for name, text in _OTHERS.items()}
+    width = max(len(name) for name in (*VERBS, *others, *recipe_names()))
     recipes = [f"  {name:<{width}}  {load_recipe(name).summary}" for name in recipe_names()]
     return "\n".join(
         [
@@ -287,6 +137,7 @@ def _help_text() -> str:
             "",
             "verbs",
             *(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()),
+            *(f"  {name:<{width}}  {summary}" for name, summary in others.items()),
             "",
             "recipes",
             *recipes,
@@ -300,7 +151,7 @@ def _help_text() -> str:
 
 
 def _verb_help_text(verb: str) -> str:
-    schema = _schema_of(verb)
+    schema = schema_of(verb)
     set_elsewhere = {"run_dir": f"runs/{verb}-DATE, or runs/RECIPE-DATE/RUN in a recipe"}
     base = compose_data(verb)
     for field in schema_fields(schema):

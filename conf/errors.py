@@ -1,6 +1,8 @@
 """What can be wrong with a configuration or a command line. Other folders' errors are in their own errors.py."""
 
-__all__ = ["ConfError", "ConfigError", "RunDirError", "UsageError"]
+import errno
+
+__all__ = ["ConfError", "ConfigError", "RunDirError", "SubmitError", "UsageError", "user_error"]
 
 
 class ConfError(ValueError):
@@ -22,3 +24,26 @@ class UsageError(ConfError):
 class RunDirError(ConfError):
     """The run directory holds another run, is in use, is damaged, or cannot be written. Choose another run_dir, or put
     right what the message names."""
+
+
+class SubmitError(ConfError):
+    """A job that cannot be given to a cluster: no sources to build from, no answer at the address, no valid token.
+    Nothing was started there."""
+
+
+_DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
+"""What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
+
+
+def user_error(error: BaseException) -> BaseException | None:
+    """The error to tell without a traceback: a ValueError of some folder's errors.py or a disk that refuses, also when
+    Ray wrapped it; None for anything else."""
+    cause = getattr(error, "cause", None)
+    for candidate in (cause, error):
+        if isinstance(candidate, OSError) and candidate.errno in _DISK_ERRORS:
+            return candidate
+        if isinstance(candidate, ValueError):
+            modules = [base.__module__.split(".") for base in type(candidate).__mro__]
+            if any(parts[0] == "rollforward" and parts[-1] == "errors" for parts in modules):
+                return candidate
+    return None

@@ -1,6 +1,6 @@
 """Recipes: complete named runs, or pipelines of runs, each one YAML file in conf/recipe/.
 
-A recipe's runs are executed in order by conf/cli.py. This file reads them and says which run an override is for.
+A recipe's runs are executed in order by conf/execute.py. This file reads them and says which run an override is for.
 """
 
 import re
@@ -14,7 +14,7 @@ from rollforward.conf.errors import ConfigError, UsageError
 from rollforward.conf.load import CONFIG_DIR, decode, read_yaml
 from rollforward.conf.schema import nearest
 
-__all__ = ["Recipe", "RecipeRun", "address", "load_recipe", "recipe_names"]
+__all__ = ["Recipe", "RecipeRun", "address", "load_recipe", "recipe_names", "spell_out"]
 
 
 class RecipeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +92,18 @@ def address(runs: Sequence[RecipeRun], verb: str, overrides: Sequence[str]) -> d
             elif prefix not in (*addressed, "all") and run.verb == verb:
                 addressed[run.name].append(text)
     return addressed
+
+
+def spell_out(runs: Sequence[RecipeRun], verb: str, overrides: Sequence[str]) -> list[str]:
+    """The same overrides with every one addressed by name, so that they mean the same behind another verb."""
+    spelled: list[str] = []
+    for text in overrides:
+        if _split(text)[1] in ("all", *(run.name for run in runs)):
+            spelled.append(text)
+            continue
+        sign = text[: len(text) - len(text.lstrip("+~"))]
+        spelled += [f"{sign}{run.name}.{text[len(sign) :]}" for run in runs if run.verb == verb]
+    return spelled
 
 
 def _split(text: str) -> tuple[str, str, str]:

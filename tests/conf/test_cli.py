@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollforward.conf import cli
+from rollforward.conf import cli, jobs
 from rollforward.conf.errors import ConfError, RunDirError, UsageError
-from rollforward.conf.recipe import RecipeRun, address
+from rollforward.conf.recipe import RecipeRun, address, spell_out
 
 
 class FakeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[FakeRun]:
     for verb in ("sft", "train"):
         monkeypatch.setitem(cli.VERBS, verb, cli.Verb("fake_work", "fake_work:FakeRun", "fake"))
     # train's root chooses an algorithm, which the fake has not: both use the root of sft.
-    monkeypatch.setattr(cli, "load_config", lambda schema, root, *a, **k: _load(schema, "sft", *a, **k))
+    monkeypatch.setattr(jobs, "load_config", lambda schema, root, *a, **k: _load(schema, "sft", *a, **k))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two.yaml").write_text(
         "summary: two runs\nruns:\n- {name: warmup, verb: sft, config: {steps: 5}}\n"
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[FakeRun]:
     return made
 
 
-_load = cli.load_config
+_load = jobs.load_config
 
 
 def test_a_recipe_runs_in_order_and_a_run_names_an_earlier_ones_directory(calls: list[FakeRun], tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_who_is_interrupted_learns_how_to_go_on(
 
     monkeypatch.setattr(sys.modules["fake_work"], "main", interrupted)
     assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 130
-    assert f"the same command with run_dir={tmp_path}/out goes on" in capsys.readouterr().err
+    assert f"it goes on with: rollforward resume {tmp_path}/out" in capsys.readouterr().err
 
 
 def test_who_made_a_mistake_is_not_told_to_repeat_it(
@@ -150,6 +150,15 @@ def test_without_a_recipe_the_run_dir_is_the_run(calls: list[FakeRun], tmp_path:
     assert calls == [FakeRun(run_dir=f"{tmp_path}/it's, here", steps=2)]
 
 
+def test_overrides_spelled_out_mean_the_same_behind_another_verb() -> None:
+    runs = [RecipeRun(name="a", verb="sft"), RecipeRun(name="b", verb="train"), RecipeRun(name="c", verb="eval")]
+    given = ["x=1", "a.y=2", "++optim.lr=3", "~v", "all.seed=4", "algo=grpo"]
+    spelled = spell_out(runs[:2], "train", given)
+    assert spelled == ["b.x=1", "a.y=2", "++b.optim.lr=3", "~b.v", "all.seed=4", "b.algo=grpo"]
+    before, after = address(runs[:2], "train", given), address(runs, "eval", spelled)
+    assert (after["a"], after["b"]) == (before["a"], before["b"])
+
+
 def test_addresses() -> None:
     runs = [RecipeRun(name="a", verb="sft"), RecipeRun(name="b", verb="train"), RecipeRun(name="c", verb="train")]
     given = ["x=1", "a.y=2", "++b.z.w=3", "~all.v", "optim.lr=4"]
@@ -171,6 +180,10 @@ def test_addresses() -> None:
         (["plan", "modle=flash"], ["modle is not a setting", "Did you mean model?"]),
         (["plan", "recipe=tiny"], ["has no run of plan"]),
         (["train"], ["Start from a recipe: rollforward train recipe=tiny"]),
+        (["resum"], ["Did you mean resume?"]),
+        (["resume"], ["resume is followed by nothing; it takes one directory"]),
+        (["resume", "out", "steps=3"], ["resume is followed by out steps=3", "exactly the settings"]),
+        (["resume", "/nowhere"], ["/nowhere is no directory"]),
     ],
 )
 def test_a_mistake_ends_with_code_2_and_a_message(
@@ -207,7 +220,7 @@ def test_an_error_of_another_folder_or_wrapped_by_ray_is_told_without_traceback(
 def test_help_lists_verbs_recipes_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in (*cli.VERBS, "recipes", "tiny"))
+    assert all(word in text for word in (*cli.VERBS, "resume", "submit", "recipes", "tiny"))
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "algo.group_size=8" in text

@@ -1,0 +1,60 @@
+"""Execution of the runs that a command line asks for, one after another, each in a run directory that it has for itself."""
+
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+
+from rollforward.conf import console
+from rollforward.conf.errors import user_error
+from rollforward.conf.jobs import VERBS, Job
+from rollforward.conf.load import write_resolved
+from rollforward.conf.resume import record_jobs
+from rollforward.conf.run_dir import CONFIG_NAME, check_settings, finish, held, is_finished
+
+__all__ = ["execute"]
+
+
+def execute(jobs: Sequence[Job]) -> int:
+    """Runs the jobs in order. One that finished earlier in its run_dir is kept; the first that fails ends the rest.
+
+    Raises:
+        RunDirError: a run_dir holds a run with other settings, is in use by another process, or cannot be written.
+    """
+    for job in jobs:
+        if job.run_dir is not None:
+            check_settings(job.run_dir, job.config)
+    record_jobs(jobs)
+    for index, job in enumerate(jobs):
+        place = f"{index + 1} of {len(jobs)}: {job.name}"
+        with contextlib.nullcontext() if job.run_dir is None else held(job.run_dir):
+            code = _execute(job, place)
+        if code != 0:
+            return code
+    if jobs and (then := jobs[-1].then):
+        console.say(f"next in this recipe: {then}")
+    return 0
+
+
+def _execute(job: Job, place: str) -> int:
+    """Runs one job, which has its run_dir for itself."""
+    if job.run_dir is not None:
+        if is_finished(job.run_dir):
+            console.say(f"run {place} was finished earlier, kept: {job.run_dir}")
+            return 0
+        console.say(f"run {place} in {job.run_dir}")
+        write_resolved(job.config, job.run_dir / CONFIG_NAME)
+    start_s = time.monotonic()
+    work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
+    try:
+        code = work(job.config) or 0
+    except BaseException as error:
+        if job.base is not None and user_error(error) is None:
+            console.say(f"{job.name} has not finished; it goes on with: rollforward resume {job.base}")
+        raise
+    if code == 0 and job.run_dir is not None:
+        finish(job.run_dir, name=job.name, verb=job.verb, seconds=time.monotonic() - start_s)
+    return code

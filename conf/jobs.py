@@ -1,0 +1,154 @@
+"""Which runs a command line asks for: the verbs, and the composition of every run's configuration.
+
+Nothing is allocated, written or imported but schemas. The runs are executed in conf/execute.py, written down for a
+later `rollforward resume` in conf/resume.py.
+"""
+
+import importlib
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+
+from rollforward.conf.errors import UsageError
+from rollforward.conf.load import load_config
+from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names, spell_out
+
+__all__ = ["VERBS", "Job", "Verb", "plan_jobs", "schema_of"]
+
+
+class Verb(NamedTuple):
+    """One command."""
+
+    module: str
+    """Module whose `main(config) -> int | None` does the work."""
+    schema: str
+    """`module:class` of the configuration; importing it must cost neither torch nor ray."""
+    summary: str
+    """One line for --help."""
+
+
+VERBS: dict[str, Verb] = {
+    "sft": Verb("rollforward.rl.sft", "rollforward.rl.config:SFTRun", "teach a model from conversations"),
+    "train": Verb("rollforward.rl.train", "rollforward.rl.config:RLRun", "improve a model by reinforcement learning"),
+    "eval": Verb(
+        "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts"
+    ),
+    "plan": Verb(
+        "rollforward.model.plan", "rollforward.model.plan:PlanRun", "sizes of a model, before anything is allocated"
+    ),
+}
+"""The commands, in the order that --help lists them. The root YAML of a verb has the verb's name."""
+
+
+class Job(NamedTuple):
+    """One validated run."""
+
+    name: str
+    """Name within its recipe; the verb where there is no recipe."""
+    verb: str
+    """Key of VERBS."""
+    config: msgspec.Struct
+    """Decoded by the verb's schema."""
+    run_dir: Path | None
+    """Where it writes; None for a verb without a run_dir."""
+    base: Path | None = None
+    """What `run_dir=` named: the run's own directory, or the one above it that all runs of its recipe share."""
+    then: str | None = None
+    """Command for what comes after it in its recipe; of the last run alone."""
+
+
+def schema_of(verb: str) -> type[msgspec.Struct]:
+    """The configuration class of a verb; importing it costs neither torch nor ray."""
+    module, _, name = VERBS[verb].schema.partition(":")
+    return cast("type[msgspec.Struct]", getattr(importlib.import_module(module), name))
+
+
+def _has_run_dir(schema: type[msgspec.Struct]) -> bool:
+    return any(field.encode_name == "run_dir" for field in msgspec.structs.fields(schema))
+
+
+def _take(overrides: list[str], key: str) -> str | None:
+    """Removes `key=value` from the overrides; the last one counts."""
+    values = [text.partition("=")[2].strip("'\"") for text in overrides if text.partition("=")[0].lstrip("+") == key]
+    overrides[:] = [text for text in overrides if text.partition("=")[0].lstrip("+") != key]
+    return values[-1] if values else None
+
+
+def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
+    """Composes and validates every run that the command line asks for. Nothing is allocated or written.
+
+    With recipe=NAME these are the recipe's runs up to and including the last one of `verb`.
+
+    Raises:
+        UsageError: no such recipe, or it has no run of that verb.
+        ConfigError: some run's configuration is wrong.
+    """
+    rest = list(overrides)
+    recipe = _take(rest, "recipe")
+    if not overrides and (choices := [name for name in recipe_names() if _has_verb(name, verb)]):
+        commands = ", ".join(f"rollforward {verb} recipe={name}" for name in choices)
+        raise UsageError(
+            f"{verb} needs settings. Start from a recipe: {commands}; rollforward {verb} --help lists the settings."
+        )
+    runs = [RecipeRun(name=verb, verb=verb)] if recipe is None else _runs_until(verb, recipe)
+    stem = verb if recipe is None else Path(recipe).stem
+    base: Path | None = None
+    if any(_has_run_dir(schema_of(run.verb)) for run in runs):
+        base = Path(_take(rest, "run_dir") or f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    addressed = address(runs, verb, rest) if recipe is not None else {verb: rest}
+    run_dirs: dict[str, str] = {}
+    jobs: list[Job] = []
+    for run in runs:
+        schema = schema_of(run.verb)
+        run_dir: Path | None = None
+        settings = addressed[run.name]
+        if base is not None and _has_run_dir(schema):
+            run_dir = base if recipe is None else base / run.name
+            settings = [*settings, f"run_dir={_quoted(str(run_dir))}"]
+        config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)
+        jobs.append(Job(run.name, run.verb, config, run_dir, base if run_dir is not None else None))
+        if run_dir is not None:
+            run_dirs[run.name] = str(run_dir)
+    if recipe is not None and base is not None:
+        jobs[-1] = jobs[-1]._replace(then=_command_after(recipe, runs, spell_out(runs, verb, rest), base))
+    return jobs
+
+
+def _command_after(recipe: str, done: Sequence[RecipeRun], overrides: Sequence[str], base: Path) -> str | None:
+    """What to type for the run that follows those in the recipe, with the same settings for those."""
+    rest = load_recipe(recipe).runs[len(done) :]
+    if not rest:
+        return None
+    return shlex.join(["rollforward", rest[0].verb, f"recipe={recipe}", f"run_dir={base}", *overrides])
+
+
+def _has_verb(recipe: str, verb: str) -> bool:
+    return any(run.verb == verb for run in load_recipe(recipe).runs)
+
+
+def _runs_until(verb: str, recipe: str) -> list[RecipeRun]:
+    runs = load_recipe(recipe).runs
+    for run in runs:
+        if run.verb not in VERBS:
+            raise UsageError(f"recipe={recipe}: run {run.name} has verb {run.verb}; commands are {', '.join(VERBS)}.")
+        fields = [field.encode_name for field in msgspec.structs.fields(schema_of(run.verb))]
+        if clash := [other.name for other in runs if other.name in fields]:
+            raise UsageError(
+                f"recipe={recipe}: a run is named {clash[0]}, which is also a setting of {run.verb}, so that "
+                f"{clash[0]}.KEY would mean two things. Rename the run."
+            )
+    last = max((index for index, run in enumerate(runs) if run.verb == verb), default=None)
+    if last is None:
+        had = ", ".join(f"{run.name} ({run.verb})" for run in runs)
+        raise UsageError(
+            f"recipe={recipe} has no run of {verb}; it has {had}. Call rollforward {runs[-1].verb} recipe={recipe}."
+        )
+    return list(runs[: last + 1])
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

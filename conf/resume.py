@@ -1,0 +1,136 @@
+"""What a command asked for, written into its run_dir, so that `rollforward resume RUN_DIR` needs no other word.
+
+    runs.json   every run of the command: name, verb, folder, all settings; written before the first begins
+
+It lies in the directory that `run_dir=` named: the run's own, or the one above it that the runs of a recipe share.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollforward.conf.errors import ConfigError, RunDirError
+from rollforward.conf.jobs import VERBS, Job, schema_of
+from rollforward.conf.load import decode, write_resolved
+
+__all__ = ["RUNS_NAME", "record_jobs", "recorded_jobs"]
+
+RUNS_NAME = "runs.json"
+"""The file."""
+
+
+class _Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run of the command."""
+
+    name: str
+    verb: str
+    folder: str
+    """Its run_dir, relative to the file's directory."""
+    config: dict[str, Any]
+    """Every setting, defaults included."""
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the file holds."""
+
+    runs: tuple[_Run, ...]
+    """In the order of execution."""
+    then: str | None = None
+    """`Job.then` of the last one."""
+
+
+def record_jobs(jobs: Sequence[Job]) -> None:
+    """Writes the runs into the directory that they share; jobs without a run_dir are left out.
+
+    A record of which they are only the beginning stays as it is: it is of a longer command in the same directory.
+
+    Raises:
+        RunDirError: the directory cannot be made or written.
+    """
+    kept = [(job, job.base, job.run_dir) for job in jobs if job.base is not None and job.run_dir is not None]
+    if not kept:
+        return
+    base = kept[0][1]
+    runs = tuple(
+        _Run(
+            name=job.name,
+            verb=job.verb,
+            folder=run_dir.relative_to(base).as_posix(),
+            config=msgspec.json.decode(msgspec.json.encode(job.config)),
+        )
+        for job, _, run_dir in kept
+    )
+    path = base / RUNS_NAME
+    try:
+        if path.exists() and _read(path).runs[: len(runs)] == runs:
+            return
+    except RunDirError:
+        pass  # damaged, and written anew
+    try:
+        write_resolved(_Record(runs=runs, then=jobs[-1].then), path)
+    except OSError as error:
+        raise RunDirError(f"run_dir={base} cannot be written: {error}. Choose another run_dir.") from error
+
+
+def recorded_jobs(run_dir: Path) -> list[Job]:
+    """The runs that were begun in a directory, to be executed again.
+
+    Args:
+        run_dir: what `run_dir=` named, or the directory of one run of a recipe: then the runs up to that one.
+
+    Raises:
+        RunDirError: no command has begun there, or what it left is damaged or was moved.
+        ConfigError: this version no longer knows a setting of the run.
+    """
+    if not run_dir.is_dir():
+        raise RunDirError(f"{run_dir} is no directory. Name what run_dir= named, or what the run printed.")
+    for base in (run_dir, run_dir.parent):
+        if (base / RUNS_NAME).is_file():
+            record = _read(base / RUNS_NAME)
+            places = [(base / run.folder).resolve() for run in record.runs]
+            if base == run_dir:
+                return _jobs(base, record)
+            if run_dir in places:
+                runs = record.runs[: places.index(run_dir) + 1]
+                then = record.then if len(runs) == len(record.runs) else f"rollforward resume {base}"
+                return _jobs(base, _Record(runs=runs, then=then))
+    raise RunDirError(
+        f"{run_dir} holds no {RUNS_NAME}, which a command writes before its work. Name the directory that run_dir="
+        " named, or repeat the command with it."
+    )
+
+
+def _jobs(base: Path, record: _Record) -> list[Job]:
+    jobs: list[Job] = []
+    for run in record.runs:
+        where = f"{base / RUNS_NAME}, run {run.name}"
+        if run.verb not in VERBS:
+            raise RunDirError(f"{where}: {run.verb} is no verb of this version; verbs are {', '.join(VERBS)}.")
+        place = (base / run.folder).resolve()
+        if run.config.get("run_dir") != str(place):
+            raise RunDirError(
+                f"{where}: the run was begun in {run.config.get('run_dir')} and lies in {place} now; its settings name"
+                " the old place. Move it back."
+            )
+        try:
+            config = decode(schema_of(run.verb), run.config)
+        except ConfigError as error:
+            raise ConfigError(f"{where}, which was begun with another version: {error}") from error
+        jobs.append(Job(run.name, run.verb, config, place, base))
+    jobs[-1] = jobs[-1]._replace(then=record.then)
+    return jobs
+
+
+def _read(path: Path) -> _Record:
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=_Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunDirError(
+            f"{path} cannot be read: {error}. Repeat the command that began the run, with run_dir={path.parent}: it"
+            " writes the file anew."
+        ) from error
+    if not record.runs:
+        raise RunDirError(f"{path} names no run. Repeat the command with run_dir={path.parent}.")
+    return record

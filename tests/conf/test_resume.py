@@ -1,0 +1,166 @@
+"""Proves: `resume DIR` does what is left of a command, with its settings and no others; what it cannot use it names.
+
+The verbs' work is played by a module made here.
+"""
+
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollforward.conf import cli, jobs
+from rollforward.conf.errors import ConfigError, RunDirError
+from rollforward.conf.resume import RUNS_NAME, recorded_jobs
+
+
+class FakeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run_dir: str
+    model_dir: str = "none"
+    steps: int = 1
+    sizes: tuple[int, ...] = (1, 2)
+
+
+class Work:
+    """Notes every run; raises KeyboardInterrupt in the one that it is told."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.stops_at = ""
+
+    def main(self, config: FakeRun) -> int:
+        name = Path(config.run_dir).name
+        self.made.append(f"{name} {config.steps}")
+        (Path(config.run_dir) / "metrics.jsonl").write_text("")
+        if name == self.stops_at:
+            raise KeyboardInterrupt
+        return 0
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
+    made = Work()
+    module: Any = types.ModuleType("fake_work")
+    module.main, module.FakeRun = made.main, FakeRun
+    monkeypatch.setitem(sys.modules, "fake_work", module)
+    for verb in ("sft", "train", "eval"):
+        monkeypatch.setitem(cli.VERBS, verb, cli.Verb("fake_work", "fake_work:FakeRun", "fake"))
+    load = jobs.load_config
+    monkeypatch.setattr(jobs, "load_config", lambda schema, root, *a, **k: load(schema, "sft", *a, **k))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "three.yaml").write_text(
+        "summary: three runs\nruns:\n- {name: warmup, verb: sft, config: {steps: 5}}\n"
+        "- {name: grpo, verb: train, config: {model_dir: '${run_dir:warmup}/model', steps: 7}}\n"
+        "- {name: heldout, verb: eval, config: {model_dir: '${run_dir:grpo}/model'}}\n"
+    )
+    return made
+
+
+def _interrupted(work: Work, at: str, *settings: str, verb: str = "train") -> None:
+    work.stops_at = at
+    assert cli.main([verb, "recipe=three.yaml", "run_dir=out", *settings]) == 130
+    work.stops_at = ""
+    work.made.clear()
+
+
+@pytest.mark.parametrize(("at", "left"), [("warmup", ["warmup 5", "grpo 9"]), ("grpo", ["grpo 9"])])
+def test_what_is_left_of_a_recipe_is_done(work: Work, at: str, left: list[str], tmp_path: Path) -> None:
+    """Also a run that had not begun, whose settings the command line changed and whose recipe is gone."""
+    _interrupted(work, at, "steps=9")
+    (tmp_path / "three.yaml").unlink()
+    assert cli.main(["resume", "out"]) == 0
+    assert work.made == left
+    assert cli.main(["resume", "out"]) == 0
+    assert work.made == left, "finished runs are kept"
+
+
+def test_a_run_inside_a_recipe_goes_on_up_to_itself(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    _interrupted(work, "warmup")
+    assert cli.main(["resume", "out/warmup/"]) == 0
+    assert work.made == ["warmup 5"]
+    assert f"next in this recipe: rollforward resume {Path('out').resolve()}" in capsys.readouterr().err
+
+
+def test_a_single_run(work: Work) -> None:
+    work.stops_at = "alone"
+    assert cli.main(["sft", "run_dir=alone", "steps=3"]) == 130
+    work.stops_at = ""
+    assert cli.main(["resume", "alone"]) == 0
+    assert work.made == ["alone 3", "alone 3"]
+
+
+def test_the_command_for_the_rest_of_a_recipe_repeats_its_settings(
+    work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "recipe=three.yaml", "run_dir=out", "steps=9", "warmup.steps=2"]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next in this recipe: ")]
+    command = line.partition(": rollforward ")[2].split()
+    assert command[0] == "eval"
+    assert cli.main(command) == 0, capsys.readouterr().err
+    assert work.made == ["warmup 2", "grpo 9", "heldout 1"]
+
+
+def test_a_shorter_command_does_not_shorten_the_record(work: Work) -> None:
+    _interrupted(work, "grpo", verb="eval")
+    assert cli.main(["sft", "recipe=three.yaml", "run_dir=out"]) == 0
+    assert cli.main(["resume", "out"]) == 0
+    assert work.made == ["grpo 7", "heldout 1"]
+
+
+def test_settings_can_be_shown(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    _interrupted(work, "warmup")
+    assert cli.main(["resume", "out", "--cfg", "job"]) == 0
+    assert "# grpo (rollforward train)" in capsys.readouterr().out
+    assert work.made == []
+
+
+def test_a_directory_that_was_moved_is_named(work: Work, tmp_path: Path) -> None:
+    _interrupted(work, "grpo")
+    shutil.move(tmp_path / "out", tmp_path / "elsewhere")
+    with pytest.raises(
+        RunDirError, match=r"was begun in .*/out/warmup and lies in .*/elsewhere/warmup now.*Move it back"
+    ):
+        recorded_jobs(tmp_path / "elsewhere")
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"holds no runs\.json"):
+        recorded_jobs(tmp_path)
+    with pytest.raises(RunDirError, match="is no directory"):
+        recorded_jobs(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"runs": []}', b'{"runs": [{"name": "a"}]}'])
+def test_a_damaged_record_is_named_and_the_command_writes_it_anew(work: Work, tmp_path: Path, content: bytes) -> None:
+    _interrupted(work, "grpo")
+    whole = (tmp_path / "out" / RUNS_NAME).read_bytes()
+    (tmp_path / "out" / RUNS_NAME).write_bytes(content)
+    with pytest.raises(RunDirError, match=r"runs\.json.*Repeat the command"):
+        recorded_jobs(tmp_path / "out")
+    assert cli.main(["train", "recipe=three.yaml", "run_dir=out"]) == 0
+    assert (tmp_path / "out" / RUNS_NAME).read_bytes() == whole
+
+
+def test_a_setting_that_is_no_longer_known_is_named(work: Work, tmp_path: Path) -> None:
+    _interrupted(work, "grpo")
+    path = tmp_path / "out" / RUNS_NAME
+    record = json.loads(path.read_text())
+    record["runs"][1]["config"]["momentum"] = 3
+    path.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"run grpo, which was begun with another version: momentum is not a setting"):
+        recorded_jobs(tmp_path / "out")
+
+
+def test_a_record_that_was_changed_by_hand_does_not_change_a_run(work: Work, tmp_path: Path) -> None:
+    _interrupted(work, "grpo")
+    path = tmp_path / "out" / RUNS_NAME
+    record = json.loads(path.read_text())
+    record["runs"][1]["config"]["steps"] = 8
+    path.write_text(json.dumps(record))
+    with pytest.raises(RunDirError, match=r"steps \(was 7, now 8\)"):
+        cli.execute(recorded_jobs(tmp_path / "out"))
+    assert work.made == []
