@@ -4,7 +4,8 @@ samples/step_000012/   trajectories.arrow   a row a trajectory: identity, scores
                        tokens.arrow         a row a token: what a loss needs of each position
 
 Uncompressed Arrow IPC, one record batch a file, so that a micro-batch is a slice of the map and no copy of it. Arrow
-has no checksums: each trajectory's row carries one of itself and of its tokens, and it is verified when they are read.
+has no checksums, so each trajectory's row carries two: of the row, verified on opening, and of its tokens, verified
+when they are read.
 The files only carry a step from sampling to learning: they are made anew from the token log where they are lost, and
 go once a checkpoint covers the step. Here: the bytes. What stands in them is decided in `batch.py`, who reads what in
 `packing.py`.
@@ -15,7 +16,8 @@ Letters: T tokens of the step, L layers, K experts of a token.
 import itertools
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from rollforward.model.checkpoint import sync_path
 from rollforward.rl.batch import PackedBatch, StepBatch, TrajectoryRow, concatenate, inert_like
 from rollforward.rl.errors import SampleFileError
 from rollforward.rl.packing import MicroBatchPlan
-from rollforward.rollout.types import RequestId
 
 SAMPLES_NAME = "samples"
 """Folder of a run directory that holds the samples of its steps."""
@@ -59,7 +60,8 @@ _TRAJECTORY_SCHEMA = pa.schema(
         pa.field("failure", pa.utf8()),
         pa.field("policy_version", pa.int64(), nullable=False),
         pa.field("first_token", pa.int64(), nullable=False),
-        pa.field("checksum", pa.uint32(), nullable=False),
+        pa.field("token_checksum", pa.uint32(), nullable=False),
+        pa.field("row_checksum", pa.uint32(), nullable=False),
     ],
     metadata=_FORMAT,
 )
@@ -84,6 +86,13 @@ class _Tokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     kept_ids: npt.NDArray[np.int32] | None
 
 
+class _Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the tokens of a row lie, and what they add up to."""
+
+    first_token: int
+    token_checksum: int
+
+
 class StepSamples:
     """The samples of one step, mapped into memory; nothing is read before it is asked for.
 
@@ -94,14 +103,12 @@ class StepSamples:
         self,
         directory: Path,
         rows: Sequence[TrajectoryRow],
-        first_tokens: Sequence[int],
-        checksums: Sequence[int],
+        places: Sequence[_Place],
         tokens: _Tokens,
     ) -> None:
         """Hold what `open_step` found."""
         self.rows = tuple(rows)
-        self._directory = directory
-        self._first_tokens, self._checksums, self._tokens = first_tokens, checksums, tokens
+        self._directory, self._places, self._tokens = directory, places, tokens
 
     def micro_batch(self, plan: MicroBatchPlan) -> PackedBatch:
         """Return the trajectories of a plan end to end.
@@ -112,11 +119,10 @@ class StepSamples:
             SampleFileError: a trajectory is not what was written.
         """
         for index in plan.rows:
-            span = self._span(index, index)
-            if _checksum(self.rows[index], self._tokens, span) != self._checksums[index]:
+            if _token_checksum(self._tokens, self._span(index, index)) != self._places[index].token_checksum:
                 raise SampleFileError(
-                    f"{self._directory}: the checksum of trajectory {self.rows[index].id} does not fit; the files are"
-                    f" damaged. {_WAY_OUT}"
+                    f"{self._directory / TOKENS_NAME}: the checksum of trajectory {self.rows[index].id} does not fit;"
+                    f" the file is damaged or of another step. {_WAY_OUT}"
                 )
         runs = itertools.groupby(enumerate(plan.rows), key=lambda item: item[1] - item[0])
         parts = [self._consecutive([index for _, index in run]) for _, run in runs]
@@ -125,7 +131,7 @@ class StepSamples:
 
     def _span(self, first: int, last: int) -> slice:
         """Tokens of consecutive rows."""
-        return slice(self._first_tokens[first], self._first_tokens[last] + self.rows[last].num_tokens)
+        return slice(self._places[first].first_token, self._places[last].first_token + self.rows[last].num_tokens)
 
     def _consecutive(self, indices: Sequence[int]) -> PackedBatch:
         rows = [self.rows[index] for index in indices]
@@ -196,24 +202,21 @@ def open_step(directory: Path) -> StepSamples:
     Raises:
         SampleFileError: a file is absent, torn, or no such file; names it and the way out.
     """
-    light = _map_file(directory / TRAJECTORIES_NAME)
-    _require_schema(directory / TRAJECTORIES_NAME, light.schema, _TRAJECTORY_SCHEMA)
-    heavy = _map_file(directory / TOKENS_NAME)
-    _require_schema(directory / TOKENS_NAME, heavy.schema, _token_schema(heavy.schema))
-    try:
+    with _naming(directory / TRAJECTORIES_NAME):
+        light = _map_file(directory / TRAJECTORIES_NAME, lambda _: _TRAJECTORY_SCHEMA)
         light.validate(full=True)
-        table: dict[str, list[Any]] = light.to_pydict()
-        sizes, first_tokens, checksums = (table.pop(name) for name in ("num_tokens", "first_token", "checksum"))
-        rows = [_row(dict(zip(table, values, strict=True))) for values in zip(*table.values(), strict=True)]
-    except (pa.ArrowException, ValueError) as error:
-        raise SampleFileError(f"{directory / TRAJECTORIES_NAME} is damaged: {error}. {_WAY_OUT}") from error
-    expected = list(itertools.accumulate((row.num_tokens for row in rows), initial=0))
-    if [row.num_tokens for row in rows] != sizes or [*first_tokens, heavy.num_rows] != expected:
+        found = [_row(values) for values in light.to_pylist()]
+    with _naming(directory / TOKENS_NAME):
+        heavy = _map_file(directory / TOKENS_NAME, _token_schema)
+        tokens = _mapped_columns(heavy)
+    rows, places = [row for row, _ in found], [place for _, place in found]
+    num_tokens = sum(row.num_tokens for row in rows)
+    if num_tokens != heavy.num_rows:
         raise SampleFileError(
-            f"{directory}: {TRAJECTORIES_NAME} describes {expected[-1]} tokens, {TOKENS_NAME} holds {heavy.num_rows},"
-            f" or not in this order; the files are damaged or of two steps. {_WAY_OUT}"
+            f"{directory}: {TRAJECTORIES_NAME} describes {num_tokens} tokens, {TOKENS_NAME} holds {heavy.num_rows};"
+            f" they are of two steps. {_WAY_OUT}"
         )
-    return StepSamples(directory, rows, first_tokens, checksums, _mapped_columns(heavy))
+    return StepSamples(directory, rows, places, tokens)
 
 
 def remove_steps(root: Path, *, before: int) -> None:
@@ -249,10 +252,10 @@ def _kept(tokens: _Tokens, span: slice) -> tuple[npt.NDArray[np.int32] | None, n
     return np.diff(offsets).astype(np.int32), tokens.kept_ids[offsets[0] : offsets[-1]]
 
 
-def _checksum(row: TrajectoryRow, tokens: _Tokens, span: slice) -> int:
-    """CRC-32 over a trajectory's row and every byte of its tokens."""
+def _token_checksum(tokens: _Tokens, span: slice) -> int:
+    """CRC-32 over every byte of a span of tokens, and over the shape of their routes."""
     shape = None if tokens.routes_TLK is None else tokens.routes_TLK.shape[1:]
-    value = zlib.crc32(msgspec.json.encode((row, shape)))
+    value = zlib.crc32(repr(shape).encode())
     parts = [tokens.columns[name][span] for name in _TOKEN_COLUMNS]
     if tokens.routes_TLK is not None:
         parts.append(tokens.routes_TLK[span])
@@ -262,33 +265,42 @@ def _checksum(row: TrajectoryRow, tokens: _Tokens, span: slice) -> int:
     return value
 
 
+def _row_checksum(row: TrajectoryRow, place: _Place) -> int:
+    return zlib.crc32(msgspec.json.encode((row, place)))
+
+
 def _trajectory_batch(rows: Sequence[TrajectoryRow], tokens: _Tokens) -> pa.RecordBatch:
     lines: list[dict[str, Any]] = []
     first_token = 0
     for row in rows:
-        after = first_token + row.num_tokens
+        span = slice(first_token, first_token + row.num_tokens)
+        place = _Place(first_token=first_token, token_checksum=_token_checksum(tokens, span))
         values: dict[str, Any] = msgspec.structs.asdict(row)
-        identity: RequestId = values.pop("id")
+        del values["id"]
         lines.append(
             {
                 **values,
-                "step": identity.step,
-                "prompt": identity.prompt,
-                "member": identity.member,
+                "step": row.id.step,
+                "prompt": row.id.prompt,
+                "member": row.id.member,
                 "stop_reason": row.stop_reason.value,
                 "failure": None if row.failure is None else row.failure.value,
                 "num_tokens": row.num_tokens,
-                "first_token": first_token,
-                "checksum": _checksum(row, tokens, slice(first_token, after)),
+                **msgspec.structs.asdict(place),
+                "row_checksum": _row_checksum(row, place),
             }
         )
-        first_token = after
+        first_token = span.stop
     return pa.RecordBatch.from_pylist(lines, schema=_TRAJECTORY_SCHEMA)
 
 
-def _row(values: dict[str, Any]) -> TrajectoryRow:
-    identity = RequestId(*(values.pop(name) for name in ("step", "prompt", "member")))
-    return msgspec.convert({**values, "id": msgspec.to_builtins(identity)}, TrajectoryRow)
+def _row(values: dict[str, Any]) -> tuple[TrajectoryRow, _Place]:
+    """A line of trajectories.arrow as it was written, or a ValueError."""
+    identity = {name: values[name] for name in ("step", "prompt", "member")}
+    row, place = msgspec.convert({**values, "id": identity}, TrajectoryRow), msgspec.convert(values, _Place)
+    if _row_checksum(row, place) != values["row_checksum"] or row.num_tokens != values["num_tokens"]:
+        raise ValueError(f"the checksum of the row of {row.id} does not fit")
+    return row, place
 
 
 def _token_batch(tokens: _Tokens) -> pa.RecordBatch:
@@ -346,23 +358,27 @@ def _write_file(file: Path, batch: pa.RecordBatch) -> None:
     sync_path(file)
 
 
-def _map_file(file: Path) -> pa.RecordBatch:
+@contextmanager
+def _naming(file: Path) -> Generator[None]:
+    """Turns whatever damage makes of a file into one error that names it."""
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(file), "r"))
-        if reader.num_record_batches != 1:
-            raise SampleFileError(f"{file} holds {reader.num_record_batches} record batches; it must hold 1. {_WAY_OUT}")
-        batch = reader.get_batch(0)
-        batch.validate(full=False)
-    except (pa.ArrowException, OSError) as error:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise SampleFileError(f"{file} cannot be read: {error}. {_WAY_OUT}") from error
-    return batch
 
 
-def _require_schema(file: Path, found: pa.Schema, expected: pa.Schema) -> None:
+def _map_file(file: Path, schema_like: Callable[[pa.Schema], pa.Schema]) -> pa.RecordBatch:
+    reader = pa.ipc.open_file(pa.memory_map(str(file), "r"))
+    found, expected = reader.schema, schema_like(reader.schema)
     if not found.equals(expected, check_metadata=True):
-        missing = [f"{field.name} {field.type}" for field in expected if field not in list(found)]
+        absent = [f"{field.name} {field.type}" for field in expected if field not in list(found)]
         metadata = (found.metadata or {}).get(b"format", b"none").decode(errors="replace")
-        raise SampleFileError(
-            f"{file} has another form than this version reads (format {metadata}; columns that are absent or differ:"
-            f" {', '.join(missing) or 'none'}). {_WAY_OUT}"
+        raise ValueError(
+            f"its form is {metadata}, this version reads {_FORMAT[b'format'].decode()}; columns that are absent or"
+            f" differ: {', '.join(absent) or 'none'}"
         )
+    if reader.num_record_batches != 1:
+        raise ValueError(f"it holds {reader.num_record_batches} record batches instead of 1")
+    batch = reader.get_batch(0)
+    batch.validate(full=False)
+    return batch
