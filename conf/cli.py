@@ -106,7 +106,7 @@ def _options(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 _OTHERS: dict[str, str] = {
-    "resume": """rollforward resume RUN_DIR [--cfg job]: go on with what was interrupted there, with exactly its settings
+    "resume": """rollforward resume RUN_DIR [--cfg job]: go on with an interrupted run, with exactly its settings
 
 RUN_DIR is what run_dir named, a recipe's directory too; runs that are finished are kept, the rest is done in order.
 A run's own directory inside a recipe's goes on up to that run. --cfg job prints the settings and does nothing.""",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-__all__ = ["Progress", "fail", "result", "say", "summary"]
+__all__ = ["Progress", "fail", "pass_on", "result", "say", "summary"]
 
 
 def say(text: str) -> None:
@@ -31,6 +31,11 @@ def result(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+
+
+def pass_on(text: str) -> None:
+    """Prints a piece of another process's output to standard output as it is."""
+    print(text, end="", flush=True)
 
 
 def summary(title: str, rows: Mapping[str, object]) -> None:

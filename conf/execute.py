@@ -1,4 +1,4 @@
-"""Execution of the runs that a command line asks for, one after another, each in a run directory that it has for itself."""
+"""Execution of the runs that a command line asks for, one after another, each with its run directory for itself."""
 
 import contextlib
 import importlib

@@ -1,7 +1,7 @@
 """YAML and overrides to a frozen, validated configuration: Hydra composes, msgspec decodes into the class it is given.
 
 The only importer of hydra and omegaconf, and the only place that touches the process's environment.
-Schema classes live beside what they configure, verbs and recipes in conf/cli.py and conf/recipe.py.
+Schema classes live beside what they configure, verbs and recipes in conf/jobs.py and conf/recipe.py.
 """
 
 import functools
@@ -32,8 +32,11 @@ __all__ = [
     "compose_data",
     "config_groups",
     "decode",
+    "is_ray_job",
+    "library_environment",
     "load_config",
     "read_yaml",
+    "set_api_address",
     "set_library_environment",
     "to_yaml",
     "write_resolved",
@@ -64,7 +67,23 @@ LIBRARY_ENVIRONMENT: Mapping[str, str] = {
 def set_library_environment() -> None:
     """Sets LIBRARY_ENVIRONMENT in this process and its children. To be called before torch is imported."""
     for name, value in LIBRARY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if name != "RAY_AUTH_MODE" or not is_ray_job():  # a job does as its cluster does
+            os.environ.setdefault(name, value)
+
+
+def library_environment() -> dict[str, str]:
+    """What this process has of LIBRARY_ENVIRONMENT, for processes that it starts elsewhere."""
+    return {name: os.environ[name] for name in LIBRARY_ENVIRONMENT if name in os.environ}
+
+
+def is_ray_job() -> bool:
+    """Whether this process is the driver of a job that was submitted to a Ray cluster."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def set_api_address(address: str) -> None:
+    """Makes Ray's job client use this address, which it otherwise replaces by the environment's."""
+    os.environ["RAY_API_SERVER_ADDRESS"] = address
 
 
 def config_groups(config_dir: Path = CONFIG_DIR) -> dict[str, tuple[str, ...]]:

@@ -85,8 +85,11 @@ class CheckpointModel(
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What Ray may use of this machine."""
+    """Where Ray works, and what it may use there."""
 
+    address: str | None = None
+    """A running cluster, as `ray.init` takes it ("auto", "HEAD:6379"). null is the cluster of the Ray job that this
+    process is the driver of, and otherwise a local one, which is started and ends with the run."""
     num_cpus: PositiveInt = 2
     """Cores of the local cluster that is started."""
     learner_ranks: PositiveInt = 1

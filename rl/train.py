@@ -13,10 +13,10 @@ import ray
 from ray.exceptions import RayActorError
 
 from rollforward.conf import console
-from rollforward.conf.load import LIBRARY_ENVIRONMENT
+from rollforward.conf.load import is_ray_job, library_environment
 from rollforward.model.distributed import new_rendezvous
 from rollforward.rl.actors import LearnerActor, LearnerPool
-from rollforward.rl.config import RLRun
+from rollforward.rl.config import ClusterConfig, RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
@@ -42,7 +42,7 @@ def main(run: RLRun) -> int:
     with losses_named(), ExitStack() as stack:
         tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
         stack.callback(ray.shutdown)  # before init, which starts processes one after another
-        ray.init(num_cpus=run.cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
+        _join_cluster(run.cluster)
         # Ray's own handler aborts the process and closes nothing; an orderly end is an interruption like Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         rollout, learner = _place(run, parts, run_dir, model_dir)
@@ -55,6 +55,14 @@ def main(run: RLRun) -> int:
         version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(trained_dir)
     _report(run, run_dir, outcome, time.monotonic() - start_s)
     return 0
+
+
+def _join_cluster(cluster: ClusterConfig) -> None:
+    """Connect to the cluster that the configuration or a Ray job names, or start a local one."""
+    if cluster.address is None and not is_ray_job():
+        ray.init(num_cpus=cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    else:
+        ray.init(cluster.address, configure_logging=False, log_to_driver=False)
 
 
 @contextmanager
@@ -79,7 +87,7 @@ def losses_named() -> Generator[None]:
 
 def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[RolloutPool, LearnerPool]:
     """Start one actor a replica and one a learner rank."""
-    environment = {"env_vars": dict(LIBRARY_ENVIRONMENT)}
+    environment = {"env_vars": library_environment()}
     actors = [
         RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
             f"engine-{index}", run_dir / "wal" / f"engine-{index}", parts.model_config, run.precision, run.rollout

@@ -1,0 +1,211 @@
+"""`rollforward submit`: the same command line as a job on a Ray cluster, with this source as a wheel.
+
+    command --validated here--> wheel --> job (python -m rollforward.conf.cli VERB ...) --> its log, its exit code
+
+The job's driver finds the cluster by itself (rl/train.py). Not here: starting clusters, and what their machines have
+installed.
+"""
+
+import asyncio
+import contextlib
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from rollforward.conf import console
+from rollforward.conf.errors import SubmitError, UsageError
+from rollforward.conf.jobs import VERBS, plan_jobs
+from rollforward.conf.load import LIBRARY_ENVIRONMENT, decode, library_environment, set_api_address
+from rollforward.conf.wheel import build_wheel, source_root
+
+__all__ = ["Submission", "parse", "runtime_environment", "submit"]
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `submit` was asked for. The settings of the submission itself are those of its help."""
+
+    words: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    """The command that the job runs: a verb and its arguments."""
+    address: Annotated[str, msgspec.Meta(pattern="^https?://")]
+    """Dashboard of the cluster."""
+    working_dir: str | None = None
+    """Directory that is uploaded, and in which the job works."""
+    submission_id: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+$")] | None = None
+    """Name of the job."""
+    wait: bool = True
+    """Whether to follow the job to its end."""
+
+    @property
+    def entrypoint(self) -> str:
+        """The shell command of the job."""
+        return shlex.join(["python", "-m", "rollforward.conf.cli", *self.words])
+
+
+_NETWORK_WORDS = "Is the cluster up, and is this the address of its dashboard (http://HEAD:8265)?"
+_TOKEN_WORDS = (
+    "Copy ~/.ray/auth_token of the machine that started the cluster to the same place here, or set RAY_AUTH_TOKEN to"
+    " what it holds. If the cluster was started with RAY_AUTH_MODE=disabled, set the same here"
+)
+
+
+def submit(arguments: Sequence[str]) -> int:
+    """Submits a job and, unless told not to wait, prints its log to standard output.
+
+    Returns:
+        The job's exit code; 0 where it is not waited for; 130 where it was stopped.
+
+    Raises:
+        UsageError, ConfigError: a mistake in the command line, found before anything is built or sent.
+        SubmitError: nothing could be sent.
+    """
+    asked = parse(arguments)
+    _check_command(asked)
+    set_api_address(asked.address)
+    client = _client(asked.address)
+    with tempfile.TemporaryDirectory(prefix="rollforward-wheel-") as directory:
+        wheel = build_wheel(source_root(), Path(directory))
+        environment = runtime_environment(wheel, working_dir=asked.working_dir)
+        try:
+            job = client.submit_job(
+                entrypoint=asked.entrypoint, runtime_env=environment, submission_id=asked.submission_id
+            )
+        except (RuntimeError, ValueError) as error:
+            raise SubmitError(f"{asked.address} refuses the job: {_told(error)}") from error
+    console.say(f"job {job} on {asked.address}: {asked.entrypoint}")
+    console.say(
+        f"stop it: RAY_AUTH_MODE={library_environment()['RAY_AUTH_MODE']} ray job stop --address {asked.address} {job}"
+    )
+    if (run_dir := _run_dir(asked.words)) is not None:
+        console.say(f"go on with it later: rollforward submit resume {shlex.quote(run_dir)} address={asked.address}")
+    if not asked.wait:
+        return 0
+    try:
+        asyncio.run(_follow(client, job))
+    except KeyboardInterrupt:
+        console.say(f"job {job} goes on; only the watching has ended")
+        raise
+    return _exit_code(client, job)
+
+
+def parse(arguments: Sequence[str]) -> Submission:
+    """Tells the settings of the submission from the command that the job runs.
+
+    Raises:
+        UsageError, ConfigError: no verb, no address, or a value that is none.
+    """
+    own: dict[str, Any] = {}
+    words: list[str] = []
+    for text in arguments:
+        key, sign, value = text.partition("=")
+        if sign and key in ("address", "working_dir", "submission_id", "wait"):
+            own[key] = {"true": True, "false": False}.get(value, value) if key == "wait" else value
+        else:
+            words.append(text)
+    if not words or words[0] not in (*VERBS, "resume"):
+        given = words[0] if words else "nothing"
+        raise UsageError(
+            f"submit is followed by {given}; it takes a command and its arguments: {', '.join(VERBS)} or resume."
+        )
+    if options := [word for word in words if word.startswith("-")]:
+        raise UsageError(f"{options[0]} is not an option of submit. Try the command without submit first.")
+    if "address" not in own:
+        raise UsageError("submit needs the cluster's dashboard: address=http://HEAD:8265.")
+    return decode(Submission, {**own, "words": words})
+
+
+def runtime_environment(wheel: Path, *, working_dir: str | None = None) -> dict[str, Any]:
+    """What Ray sets up for the job's driver and its actors on every machine.
+
+    RAY_AUTH_MODE is not among the variables: the machines of a cluster have theirs.
+    """
+    variables = {name: value for name, value in LIBRARY_ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}
+    environment: dict[str, Any] = {"py_modules": [str(wheel)], "env_vars": variables}
+    if working_dir is not None:
+        environment["working_dir"] = str(Path(working_dir).resolve())
+    return environment
+
+
+def _check_command(asked: Submission) -> None:
+    """Finds here what would end the job there: a wrong setting, a path that no other machine has."""
+    if asked.working_dir is not None and not Path(asked.working_dir).is_dir():
+        raise SubmitError(f"working_dir={asked.working_dir} is no directory. Name one that is to be uploaded.")
+    run_dir = _run_dir(asked.words)
+    if run_dir is not None and not Path(run_dir).is_absolute():
+        raise SubmitError(
+            f"run_dir is {run_dir}; a job has no directory of yours to be relative to, and what it wrote into its own"
+            " would go with it. Name an absolute path that all machines of the cluster see."
+        )
+    verb, *overrides = asked.words
+    if verb == "resume":
+        if run_dir is None or len(overrides) != 1:
+            raise UsageError("submit resume takes one directory, what run_dir named, and no settings.")
+        return
+    recipe = next((text.partition("=")[2] for text in overrides if text.startswith("recipe=")), "")
+    if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute() and asked.working_dir is None:
+        raise SubmitError(
+            f"recipe={recipe} lies here and not where the job works. Set working_dir=DIR, which is uploaded, and name"
+            " the recipe relative to it."
+        )
+    with contextlib.chdir(asked.working_dir or "."):
+        jobs = plan_jobs(verb, overrides)
+    if run_dir is None and any(job.run_dir is not None for job in jobs):
+        raise SubmitError(f"{verb} needs run_dir=DIR here: an absolute path that all machines of the cluster see.")
+
+
+def _run_dir(words: Sequence[str]) -> str | None:
+    if words[0] == "resume":
+        return words[1].removeprefix("run_dir=") if len(words) > 1 else None
+    return next((text.partition("=")[2] for text in words if text.startswith("run_dir=")), None)
+
+
+def _client(address: str) -> JobSubmissionClient:
+    try:
+        return JobSubmissionClient(address)
+    except AuthenticationError as error:
+        raise SubmitError(f"{address} does not accept the token sent: {_told(error)}. {_TOKEN_WORDS}.") from error
+    except (ConnectionError, RuntimeError, OSError) as error:
+        raise SubmitError(f"{address} does not answer as a Ray cluster: {_told(error)}. {_NETWORK_WORDS}") from error
+
+
+def _told(error: Exception) -> str:
+    """The first line of what Ray says."""
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+async def _follow(client: JobSubmissionClient, job: str) -> None:
+    """Prints the job's log until it has ended; a connection that breaks is taken up where it broke."""
+    shown = 0
+    while True:
+        seen = 0
+        try:
+            async for text in client.tail_job_logs(job):
+                console.pass_on(text[max(0, shown - seen) :])
+                seen += len(text)
+                shown = max(shown, seen)
+        except (OSError, RuntimeError):
+            await asyncio.sleep(2)
+        if JobStatus(client.get_job_status(job)).is_terminal():
+            return
+        await asyncio.sleep(0.2)
+
+
+def _exit_code(client: JobSubmissionClient, job: str) -> int:
+    info = client.get_job_info(job)
+    if info.status == JobStatus.SUCCEEDED:
+        return 0
+    if info.status == JobStatus.STOPPED:
+        console.fail(f"job {job} was stopped")
+        return 130
+    console.fail(f"job {job} failed: {info.message or 'its log says why'}")
+    if info.driver_exit_code is None:
+        console.fail(
+            "the job's environment could not be made or its driver was lost. Machines of the cluster need python and"
+            " pip on the PATH of the process that started Ray, and this project's dependencies in that Python"
+        )
+    return info.driver_exit_code or 1
