@@ -15,15 +15,17 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.errors import NonFiniteLossError
 from rollforward.model.train_config import OptimConfig
 from rollforward.model.trainer import LossPart, Trainer
-from rollforward.rl.batch import PackedBatch, build_step_batch, micro_batches, split_micro_batches
+from rollforward.rl.batch import PackedBatch, build_step_batch
 from rollforward.rl.learner import scoring_batch
+from rollforward.rl.packing import plan_micro_batches, split_plans
 from rollforward.rollout.types import Group, RequestId, StopReason, Trajectory
+from tests.helpers.packing import gather
 from tests.helpers.ranks import join_alone, run_on_ranks
 from tests.helpers.tiny import random_params, random_tokens, tiny_config
 
 
-def _micro_batches(config: ModelConfig) -> tuple[PackedBatch, ...]:
-    """Three groups of two; lengths from 6 to 26; three micro-batches."""
+def _shares(config: ModelConfig, num_ranks: int) -> list[tuple[PackedBatch, ...]]:
+    """Each rank's micro-batches of three groups of two; lengths from 6 to 26; three micro-batches."""
     groups = []
     for prompt in range(3):
         members = []
@@ -43,9 +45,10 @@ def _micro_batches(config: ModelConfig) -> tuple[PackedBatch, ...]:
                 )
             )
         groups.append(Group(step=0, prompt=prompt, trajectories=tuple(members)))
-    packed = micro_batches(build_step_batch(groups, normalisation="trajectory_mean"), 40)
-    assert len(packed) == 3
-    return packed
+    batch = build_step_batch(groups, normalisation="trajectory_mean")
+    plans = plan_micro_batches(batch.rows, 40)
+    assert len(plans) == 3
+    return [gather(batch, share) for share in split_plans(plans, num_ranks)]
 
 
 def _step(share: tuple[PackedBatch, ...]) -> tuple[float, float, dict[str, Tensor]]:
@@ -63,14 +66,14 @@ def _step(share: tuple[PackedBatch, ...]) -> tuple[float, float, dict[str, Tenso
 
 def step_on_a_rank(rank: int, directory: str) -> None:
     """Take the step on this rank's share and leave the result in a file."""
-    share = split_micro_batches(_micro_batches(tiny_config()), 2)[rank]
+    share = _shares(tiny_config(), 2)[rank]
     torch.save(_step(share), Path(directory) / f"rank{rank}.pt")
 
 
 def bad_loss_on_one_rank(rank: int) -> None:
     """Rank 1 has a loss that is not a number; both must raise and keep their masters."""
     config = tiny_config()
-    share = split_micro_batches(_micro_batches(config), 2)[rank]
+    share = _shares(config, 2)[rank]
     trainer = Trainer(config, random_params(config), precision="native", optim=OptimConfig(lr=1e-3))
     before = trainer.masters()
 
@@ -87,7 +90,7 @@ def bad_loss_on_one_rank(rank: int) -> None:
 def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     run_on_ranks(step_on_a_rank, 2, tmp_path, str(tmp_path))
     join_alone(tmp_path)
-    loss, norm, masters = _step(_micro_batches(tiny_config()))
+    loss, norm, masters = _step(_shares(tiny_config(), 1)[0])
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert sum(rank[0] for rank in ranks) == pytest.approx(loss, rel=1e-5, abs=1e-7)
     assert ranks[0][1] == ranks[1][1] == pytest.approx(norm, rel=1e-5)

@@ -139,6 +139,76 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     assert all(request.num_openings == 1 for request in whole.requests.values())
 
 
+def _sampled_steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "samples").iterdir())
+
+
+class _WatchingLearner:
+    """A learner that notes which steps' samples lie there when it is asked to learn."""
+
+    def __init__(self, learner: Learner, run_dir: Path) -> None:
+        self._learner, self._run_dir = learner, run_dir
+        self.seen: list[list[str]] = []
+
+    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
+        self.seen.append(_sampled_steps(self._run_dir))
+        assert step_dir.name == self.seen[-1][-1]
+        return self._learner.update(step_dir, plans)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._learner, name)
+
+
+@pytest.mark.parametrize("keep_samples", [False, True])
+def test_samples_stay_until_a_checkpoint_covers_their_step(
+    model_dir: Path, tmp_path: Path, keep_samples: bool
+) -> None:
+    run = small_run(tmp_path / "run", model_dir, checkpoint_every_steps=2, steps=5, keep_samples=keep_samples)
+    controller, learner, rollout = build_controller(run)
+    watching = _WatchingLearner(learner, tmp_path / "run")
+    controller._learner = watching  # type: ignore[assignment]
+    controller.run()
+    rollout.close()
+    names = [f"step_{step:06d}" for step in range(5)]
+    if keep_samples:
+        assert watching.seen == [names[: step + 1] for step in range(5)]
+        assert _sampled_steps(tmp_path / "run") == names
+    else:
+        assert watching.seen == [names[:1], names[:2], names[2:3], names[2:4], names[4:]]
+        assert _sampled_steps(tmp_path / "run") == []
+
+
+def test_a_run_that_was_killed_between_writing_samples_and_learning_ends_with_the_same_weights(
+    undisturbed: tuple[RunOutcome, dict[str, str]], model_dir: Path, tmp_path: Path
+) -> None:
+    """One file of the step is torn on top of it, and a half-written step of long ago lies there: both are made anew or
+    removed."""
+    run = small_run(tmp_path / "run", model_dir)
+    controller, learner, rollout = build_controller(run)
+    controller._learner = _DyingLearner(learner, 2, after_update=False)  # type: ignore[assignment]
+    with pytest.raises(_KilledError):
+        controller.run()
+    for replica in rollout.replicas:
+        replica._log.abandon()
+    samples = tmp_path / "run" / "samples"
+    assert _sampled_steps(tmp_path / "run") == ["step_000001"]
+    tokens = samples / "step_000001" / "tokens.arrow"
+    tokens.write_bytes(tokens.read_bytes()[:100])
+    (samples / ".step_000000.partial").mkdir()
+    _, tensors = _finish(tmp_path / "run", model_dir)
+    assert tensors == undisturbed[1]
+    assert _sampled_steps(tmp_path / "run") == []
+
+
+def test_samples_that_a_killed_run_left_beside_its_checkpoint_go_when_it_starts_again(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    _finish(tmp_path / "run", model_dir, steps=1)
+    (tmp_path / "run" / "samples" / "step_000000").mkdir()
+    _finish(tmp_path / "run", model_dir, steps=1)
+    assert _sampled_steps(tmp_path / "run") == []
+
+
 def test_a_run_that_was_killed_after_its_last_step_still_knows_its_accuracy(model_dir: Path, tmp_path: Path) -> None:
     first, tensors = _finish(tmp_path / "run", model_dir)
     again, tensors_again = _finish(tmp_path / "run", model_dir)
