@@ -21,7 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rollforward.rollout.errors import RolloutError, WalUsageError
-from rollforward.rollout.types import FailureType, Float32Array, Int32Array, Request, RequestId, StopReason
+from rollforward.rollout.types import (
+    FailureType,
+    Float32Array,
+    Int32Array,
+    KeptSets,
+    Request,
+    RequestId,
+    StopReason,
+)
 from rollforward.rollout.wal_commit import GroupCommitter, WalStats
 from rollforward.rollout.wal_files import EpochClaim
 from rollforward.rollout.wal_records import (
@@ -32,14 +40,15 @@ from rollforward.rollout.wal_records import (
     ObserveRecord,
     OpenRecord,
     RecordType,
-    StepRecord,
     VersionRecord,
     WalConfig,
     WalRecord,
     encode_record,
 )
 from rollforward.rollout.wal_recovery import RecoveredLog, recover
+from rollforward.rollout.wal_runs import asked_columns
 from rollforward.rollout.wal_scan import ProblemKind
+from rollforward.rollout.wal_step import StepRecord, StepRoutes
 
 _FREE = -1
 
@@ -121,6 +130,8 @@ class WalWriter:
         # Sampled tokens per slot (_FREE where no request is open), and a scratch row to find repeated slots.
         self._num_tokens = np.full(NUM_SLOTS, _FREE, np.int64)
         self._scratch = np.zeros(NUM_SLOTS, np.int32)
+        # Per slot the flag bits of the columns that its tokens must come with.
+        self._asked = np.zeros(NUM_SLOTS, np.uint8)
         self._row_numbers = np.arange(NUM_SLOTS, dtype=np.int32)
 
     def __enter__(self) -> Self:
@@ -190,10 +201,18 @@ class WalWriter:
             self._ids[slot] = request.id
             self._num_observations[slot] = resumed_observations
             self._num_tokens[slot] = resumed_tokens
+            self._asked[slot] = asked_columns(request)
         return seq
 
     def append_step(
-        self, slots: npt.NDArray[np.uint16], token_ids: Int32Array, logprobs: Float32Array, *, policy_version: int
+        self,
+        slots: npt.NDArray[np.uint16],
+        token_ids: Int32Array,
+        logprobs: Float32Array,
+        *,
+        policy_version: int,
+        routes: StepRoutes | None = None,
+        kept: KeptSets | None = None,
     ) -> int:
         """Appends one decode step and returns its seq; the tokens may be published when that is durable.
 
@@ -202,24 +221,40 @@ class WalWriter:
             token_ids: [n] int32. Token sampled for each.
             logprobs: [n] float32. Log-prob of each token.
             policy_version: weights that sampled them, in [0, 2**32).
+            routes: of the positions since each slot's token before; needed where a slot's request has record_routes.
+            kept: [n] sets that the tokens were drawn from; needed where a slot's request has top_p or top_k.
 
         Raises:
-            WalUsageError: unequal lengths, wrong dtypes, a slot that is not open or occurs twice. Nothing was appended.
+            WalUsageError: unequal lengths, wrong dtypes, a slot that is not open or occurs twice, or a column that a
+                request asked for is missing. Nothing was appended.
             WalWriteError, WalFencedError: the writer failed (now or earlier); nothing more will become durable.
             WalStalledError: the queue stayed full for stall_timeout_s. Nothing was appended; may be repeated.
 
         Invariants: returns when the record is queued, not when it is durable; copies the arrays, which may be reused.
 
         """
-        record = StepRecord(slots=slots, token_ids=token_ids, logprobs=logprobs, policy_version=policy_version)
-        frame_type, payload = encode_record(record)
+        record = StepRecord(
+            slots=slots,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            policy_version=policy_version,
+            routes=routes,
+            kept=kept,
+        )
+        encoded = encode_record(record)
         with self._append_lock:
             counts = self._num_tokens[slots]
             rows = self._row_numbers[: len(slots)]
             self._scratch[slots] = rows
             if not len(slots) or counts.min() < 0 or not np.array_equal(self._scratch[slots], rows):
                 raise WalUsageError(self._explain_slots(slots))
-            seq = self._committer.submit(frame_type, payload)
+            missing = self._asked[slots] & ~np.uint8(encoded.flags)
+            if missing.any():
+                raise WalUsageError(
+                    f"STEP has no column for what slots {slots[missing != 0].tolist()} asked for (routes:"
+                    f" {routes is not None}, kept sets: {kept is not None}); give it with every token of theirs."
+                )
+            seq = self._committer.submit(*encoded)
             self._num_tokens[slots] = counts + 1
         return seq
 

@@ -43,6 +43,7 @@ class _Queued(NamedTuple):
 
     seq: int
     frame_type: int
+    flags: int
     payload: bytes
 
 
@@ -124,11 +125,12 @@ class GroupCommitter:
             segments=self._num_segments,
         )
 
-    def submit(self, frame_type: int, payload: bytes) -> int:
+    def submit(self, frame_type: int, flags: int, payload: bytes) -> int:
         """Queues a frame, waiting for room if need be, and returns its seq.
 
         Args:
             frame_type: u8.
+            flags: u8.
             payload: owned by the committer from here on.
 
         Raises:
@@ -151,7 +153,7 @@ class GroupCommitter:
                 raise WalUsageError("the log is closed; open it again with open_log.")
             seq = self._next_seq
             self._next_seq = seq + 1
-            self._queue.append(_Queued(seq, frame_type, payload))
+            self._queue.append(_Queued(seq, frame_type, flags, payload))
             self._queued_bytes += size
             if len(self._queue) == 1:
                 self._condition.notify_all()
@@ -195,7 +197,7 @@ class GroupCommitter:
         if not self._is_closing and self._error is None:
             # Alone in its commit, so that its batch_seq vouches for every frame before it.
             self.wait_durable(self._next_seq - 1)
-            self.submit(seal, b"")
+            self.submit(seal, 0, b"")
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
@@ -279,7 +281,7 @@ class GroupCommitter:
         for entry in batch:
             frame, tail_crc = encode_frame(
                 frame_type=entry.frame_type,
-                flags=0,
+                flags=entry.flags,
                 seq=entry.seq,
                 batch_seq=first_seq,
                 payload=entry.payload,

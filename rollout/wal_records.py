@@ -2,14 +2,13 @@
 
 Frame types of the stream and their payloads (little-endian):
 
-    STEP   n u32 | policy_version u32 | slot u16[n], padded to 4 | token int32[n] | logprob float32[n]
+    STEP   columns, see rollout/wal_step.py
     SEAL   empty: the writer closed the stream in order
     OPEN, OBSERVE, KV_SAVED, VERSION, CLOSE
            meta_bytes u32 | tokens u32 | meta msgpack, padded to 4 | token int32[tokens]
 
-A slot binds the columns of STEP to a request: OPEN binds, CLOSE releases, a new epoch starts with none bound. Flag bits
-of a STEP are for optional columns after `logprob`; a reader that does not know a bit refuses the frame instead of
-guessing.
+A slot binds the columns of STEP to a request: OPEN binds, CLOSE releases, a new epoch starts with none bound. A frame's
+flag bits name the optional columns of a STEP; a reader that does not know a bit refuses the frame instead of guessing.
 
 Here: frozen records, pure encode and decode. Not here: frames and checksums (sandbox/codec.py), files and threads
 (rollout/wal.py), what a sequence of records means (rollout/wal_recovery.py).
@@ -17,14 +16,15 @@ Here: frozen records, pure encode and decode. Not here: frames and checksums (sa
 
 import struct
 from enum import IntEnum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rollforward.rollout.errors import WalUsageError
-from rollforward.rollout.types import ArrayRecord, FailureType, Request, RequestId, SamplingParams, StopReason
+from rollforward.rollout.types import ArrayRecord, FailureType, Request, RequestId, SamplingParams, StopReason, ToolUse
+from rollforward.rollout.wal_step import StepRecord, check_column, check_version, decode_step, encode_step
 
 WAL_KIND = "TOKN"
 """Kind of the token log in segment headers."""
@@ -77,19 +77,6 @@ class OpenRecord(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """Sampled tokens of this attempt that the log already holds: the number of the first token after this record."""
     resumed_observations: int = 0
     """Observations of this attempt that the log already holds."""
-
-
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One decode step: for each running slot its next token. Columns of equal length n; a slot occurs at most once."""
-
-    slots: npt.NDArray[np.uint16]
-    """[n] uint16."""
-    token_ids: npt.NDArray[np.int32]
-    """[n] int32. The sampled tokens."""
-    logprobs: npt.NDArray[np.float32]
-    """[n] float32. Log-prob of each under the distribution that it was drawn from."""
-    policy_version: int
-    """Weight version that sampled them, u32."""
 
 
 class ObserveRecord(ArrayRecord, frozen=True, kw_only=True, eq=False):
@@ -160,6 +147,9 @@ class _OpenMeta(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     resumed_tokens: int
     resumed_observations: int
+    # Logs written before these existed end here.
+    tools: ToolUse | None = None
+    record_routes: bool = False
 
 
 class _ObserveMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -175,8 +165,19 @@ class _ObserveMeta(msgspec.Struct, frozen=True, array_like=True):
 _MetaT = TypeVar("_MetaT")
 
 
-def encode_record(record: WalRecord) -> tuple[RecordType, bytes]:
-    """Returns the frame type and payload of a record.
+class EncodedRecord(NamedTuple):
+    """A record as a frame holds it."""
+
+    frame_type: RecordType
+    """Its type."""
+    flags: int
+    """Optional columns, u8."""
+    payload: bytes
+    """Its bytes."""
+
+
+def encode_record(record: WalRecord) -> EncodedRecord:
+    """Returns the frame type, flags and payload of a record.
 
     Raises:
         WalUsageError: columns of a STEP differ in length or a version does not fit 32 bits.
@@ -186,9 +187,9 @@ def encode_record(record: WalRecord) -> tuple[RecordType, bytes]:
     """
     match record:
         case StepRecord():
-            return RecordType.STEP, _encode_step(record)
+            return EncodedRecord(RecordType.STEP, record.flags, encode_step(record))
         case OpenRecord(request=request):
-            _check_version(request.policy_version)
+            check_version(request.policy_version)
             meta = _OpenMeta(
                 record.slot,
                 request.id,
@@ -198,18 +199,20 @@ def encode_record(record: WalRecord) -> tuple[RecordType, bytes]:
                 record.attempt,
                 record.resumed_tokens,
                 record.resumed_observations,
+                request.tools,
+                request.record_routes,
             )
-            return RecordType.OPEN, _pack(meta, request.prompt_ids)
+            return EncodedRecord(RecordType.OPEN, 0, _pack(meta, request.prompt_ids))
         case ObserveRecord():
             observe = _ObserveMeta(record.slot, record.id, record.ordinal, record.after_tokens, record.command_position)
-            return RecordType.OBSERVE, _pack(observe, record.token_ids)
+            return EncodedRecord(RecordType.OBSERVE, 0, _pack(observe, record.token_ids))
         case KvSavedRecord():
-            return RecordType.KV_SAVED, _pack(record, _NO_TOKENS)
+            return EncodedRecord(RecordType.KV_SAVED, 0, _pack(record, _NO_TOKENS))
         case VersionRecord():
-            _check_version(record.policy_version)
-            return RecordType.VERSION, _pack(record, _NO_TOKENS)
+            check_version(record.policy_version)
+            return EncodedRecord(RecordType.VERSION, 0, _pack(record, _NO_TOKENS))
         case CloseRecord():
-            return RecordType.CLOSE, _pack(record, _NO_TOKENS)
+            return EncodedRecord(RecordType.CLOSE, 0, _pack(record, _NO_TOKENS))
 
 
 def decode_record(frame_type: int, flags: int, payload: bytes) -> WalRecord:
@@ -221,9 +224,9 @@ def decode_record(frame_type: int, flags: int, payload: bytes) -> WalRecord:
     Invariants: pure; decode_record(*encode_record(r)) equals r bit for bit.
 
     """
-    if flags:
+    if flags and frame_type != RecordType.STEP:
         raise WalUsageError(
-            f"record of type {frame_type} has flags {flags:#x}; this version knows none."
+            f"record of type {frame_type} has flags {flags:#x}; this version knows none of that type."
             " Read it with the version that wrote it."
         )
     try:
@@ -238,6 +241,8 @@ def decode_record(frame_type: int, flags: int, payload: bytes) -> WalRecord:
                     seed=meta.seed,
                     sampling=meta.sampling,
                     policy_version=meta.policy_version,
+                    tools=meta.tools,
+                    record_routes=meta.record_routes,
                 )
                 return OpenRecord(
                     slot=meta.slot,
@@ -272,71 +277,10 @@ def decode_record(frame_type: int, flags: int, payload: bytes) -> WalRecord:
     )
 
 
-def decode_step(flags: int, payload: bytes) -> StepRecord:
-    """Returns the STEP record of a payload; the fast path of recovery (no msgpack).
-
-    Raises:
-        WalUsageError: unknown flags, or lengths that do not add up.
-
-    """
-    if flags or len(payload) < _COUNTS.size:
-        raise WalUsageError(
-            f"STEP of {len(payload)} bytes with flags {flags:#x}; this version knows no flags and needs 8 bytes."
-        )
-    num_rows, policy_version = _COUNTS.unpack_from(payload)
-    token_start = _COUNTS.size + 2 * (num_rows + num_rows % 2)
-    if len(payload) != token_start + 8 * num_rows:
-        raise WalUsageError(
-            f"STEP of {num_rows} rows has {len(payload)} bytes; it must have {token_start + 8 * num_rows}."
-        )
-    return StepRecord(
-        slots=np.frombuffer(payload, "<u2", num_rows, _COUNTS.size),
-        token_ids=np.frombuffer(payload, "<i4", num_rows, token_start),
-        logprobs=np.frombuffer(payload, "<f4", num_rows, token_start + 4 * num_rows),
-        policy_version=policy_version,
-    )
-
-
-def _encode_step(record: StepRecord) -> bytes:
-    num_rows = len(record.slots)
-    _check_version(record.policy_version)
-    if not num_rows == len(record.token_ids) == len(record.logprobs):
-        raise WalUsageError(
-            f"STEP columns have lengths {num_rows} (slots), {len(record.token_ids)} (token_ids),"
-            f" {len(record.logprobs)} (logprobs);"
-            " they must be equal, one row for each running slot."
-        )
-    _check_column("slots", record.slots, np.uint16)
-    _check_column("token_ids", record.token_ids, np.int32)
-    _check_column("logprobs", record.logprobs, np.float32)
-    return b"".join(
-        (
-            _COUNTS.pack(num_rows, record.policy_version),
-            record.slots.tobytes(),
-            bytes(2 * (num_rows % 2)),
-            record.token_ids.tobytes(),
-            record.logprobs.tobytes(),
-        )
-    )
-
-
-def _check_version(policy_version: int) -> None:
-    if not 0 <= policy_version < 1 << 32:
-        raise WalUsageError(f"policy_version is {policy_version}; the log holds versions in [0, 2**32).")
-
-
 def _pack(meta: object, token_ids: npt.NDArray[np.int32]) -> bytes:
-    _check_column("token_ids", token_ids, np.int32)
+    check_column("token_ids", token_ids, np.int32)
     packed = msgspec.msgpack.encode(meta)
     return b"".join((_COUNTS.pack(len(packed), token_ids.size), packed, bytes(-len(packed) % 4), token_ids.tobytes()))
-
-
-def _check_column(name: str, column: npt.NDArray[Any], dtype: type[np.generic]) -> None:
-    if column.dtype != dtype or column.ndim != 1:
-        raise WalUsageError(
-            f"{name} is {column.dtype}{list(column.shape)}; it must be {np.dtype(dtype).name}[n]."
-            " Convert it before logging."
-        )
 
 
 def _unpack(payload: bytes, meta_type: type[_MetaT]) -> tuple[_MetaT, npt.NDArray[np.int32]]:

@@ -6,7 +6,8 @@ A request is finished (answer it from the log), unfinished (prefill prompt + log
 its failure type is infra). A lost frame may have held tokens of every request open at that point, so all of those fail,
 and the slots they held are deaf until the next OPEN.
 
-Here: the meaning of records. Not here: files, checksums, order (rollout/wal_scan.py); writing (rollout/wal.py).
+Here: the meaning of records. Not here: files, checksums, order (rollout/wal_scan.py); joining runs
+(rollout/wal_runs.py); writing (rollout/wal.py).
 """
 
 from pathlib import Path
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollforward.rollout.errors import WalUsageError
-from rollforward.rollout.types import ArrayRecord, Float32Array, Int32Array, Request, RequestId
+from rollforward.rollout.types import BoolArray, Float32Array, Int32Array, RequestId
+from rollforward.rollout.wal_columns import RaggedColumn
 from rollforward.rollout.wal_records import (
     NO_SLOT,
     NUM_SLOTS,
@@ -25,81 +27,17 @@ from rollforward.rollout.wal_records import (
     ObserveRecord,
     OpenRecord,
     RecordType,
-    StepRecord,
     VersionRecord,
     WalRecord,
     decode_record,
-    decode_step,
 )
+from rollforward.rollout.wal_runs import RecoveredRequest, Run, asked_columns, merge_runs
 from rollforward.rollout.wal_scan import LogScan, OrderedFrames, Problem, ProblemKind, cut_torn_tail, scan_log
+from rollforward.rollout.wal_step import StepRecord, decode_step
 from rollforward.sandbox.codec import Frame
 
 _UNBOUND = -1
 _DEAF = -2
-
-
-class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which weights sampled the tokens of a request from one position on."""
-
-    first_token: int
-    """Number of the first sampled token of the span."""
-    policy_version: int
-    """Weight version, until the next span."""
-
-
-class RecoveredRequest(ArrayRecord, frozen=True, kw_only=True, eq=False):
-    """One attempt at a request, as far as the log holds it."""
-
-    request: Request
-    """The request as it was first opened."""
-    attempt: int
-    """Number of the attempt."""
-    token_ids: Int32Array
-    """[T] int32. Sampled tokens in order."""
-    behavior_logprobs: Float32Array
-    """[T] float32. Their log-probs as logged, bit for bit."""
-    observations: tuple[ObserveRecord, ...]
-    """What the environment said, in order; each names the number of sampled tokens before it."""
-    version_spans: tuple[VersionSpan, ...]
-    """Weight versions by token position; never empty."""
-    kv: KvSavedRecord | None
-    """The last saved KV state, if any."""
-    close: CloseRecord | None
-    """How it ended, if it did."""
-    num_openings: int
-    """How often it was opened: 1 + the restarts that it survived."""
-    damage: str | None
-    """Why it must fail with FailureType.INFRA, or None. Its tokens are then at most a prefix of what was sampled."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it ended and nothing of it was damaged."""
-        return self.close is not None and self.damage is None
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether it is to go on from its last token."""
-        return self.close is None and self.damage is None
-
-    @property
-    def budget_left_tokens(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.request.sampling.max_new_tokens - len(self.token_ids)
-
-    def sequence(self) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
-        """Returns prompt, sampled tokens and observations in order, and a mask that is True where the policy drew.
-
-        Example: prompt [1], tokens [5, 6], observation [9] after 1 token -> ([1, 5, 9, 6], [F, T, F, T]).
-        """
-        parts = [(self.request.prompt_ids, False)]
-        done = 0
-        for observation in self.observations:
-            parts.append((self.token_ids[done : observation.after_tokens], True))
-            parts.append((observation.token_ids, False))
-            done = max(done, observation.after_tokens)
-        parts.append((self.token_ids[done:], True))
-        ids = np.concatenate([tokens for tokens, _ in parts]).astype(np.int32, copy=False)
-        return ids, np.concatenate([np.full(len(tokens), is_sampled) for tokens, is_sampled in parts])
 
 
 class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -145,7 +83,7 @@ def recover(directory: Path, *, stream: str | None = None, repair: bool = False)
     for ordered in scan.epochs:
         replay.feed(ordered)
     runs = replay.finish()
-    newest, earlier, problems = _merge_runs(runs, replay.orphans)
+    newest, earlier, problems = merge_runs(runs, replay.orphans)
     damaged = {identity: request.damage for identity, request in newest.items() if request.damage is not None}
     last_frames = scan.epochs[-1].frames if scan.epochs else ()
     return RecoveredLog(
@@ -160,36 +98,22 @@ def recover(directory: Path, *, stream: str | None = None, repair: bool = False)
     )
 
 
-class _Run:
-    """A request in one epoch: from its OPEN to its CLOSE or the epoch's end."""
-
-    def __init__(self, index: int, epoch: int, opened: OpenRecord) -> None:
-        self.index = index
-        self.epoch = epoch
-        self.opened = opened
-        self.identity = opened.request.id
-        self.observations: list[ObserveRecord] = []
-        self.spans: list[tuple[int, int]] = []
-        self.kv: KvSavedRecord | None = None
-        self.close: CloseRecord | None = None
-        self.damage: str | None = None
-        self.token_ids: Int32Array = np.zeros(0, np.int32)
-        self.logprobs: Float32Array = np.zeros(0, np.float32)
-
-
 class _Replay:
     """Feeds frames in order and collects runs. Tokens stay in columns until `finish` sorts them in one pass."""
 
     def __init__(self) -> None:
-        self.runs: list[_Run] = []
+        self.runs: list[Run] = []
         self.problems: list[Problem] = []
         self.orphans: dict[RequestId, str] = {}
         self.versions: list[tuple[int, int]] = []
         self._run_of_slot = np.full(NUM_SLOTS, _UNBOUND, np.int32)
-        self._latest: dict[RequestId, _Run] = {}
+        self._latest: dict[RequestId, Run] = {}
         # Per run, growing: tokens so far in this run, and the version of its last token.
         self._counts = np.zeros(1024, np.int64)
         self._versions = np.zeros(1024, np.int64)
+        # Per run the flag bits of the columns that its tokens must come with.
+        self._asked = np.zeros(1024, np.uint8)
+        self._routes, self._kept = RaggedColumn(), RaggedColumn()
         self._columns: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], Int32Array, Float32Array]] = []
         self._where = ""
         self._epoch = 0
@@ -215,7 +139,7 @@ class _Replay:
         for first, end in lost:
             self._lose(first, end)
 
-    def finish(self) -> list[_Run]:
+    def finish(self) -> list[Run]:
         """Returns the runs with their tokens in order; call once."""
         sizes = self._counts[: len(self.runs)]
         starts = np.cumsum(sizes) - sizes
@@ -226,7 +150,10 @@ class _Replay:
             token_ids[target] = step_tokens
             logprobs[target] = step_logprobs
         self._columns.clear()
+        routes, kept = self._routes.finish(starts, len(token_ids)), self._kept.finish(starts, len(token_ids))
         for run, start, size in zip(self.runs, starts.tolist(), sizes.tolist(), strict=True):
+            run.routes = None if routes is None else routes.part(start, start + size)
+            run.kept = None if kept is None else kept.part(start, start + size)
             run.token_ids = token_ids[start : start + size]
             run.logprobs = logprobs[start : start + size]
         return self.runs
@@ -234,6 +161,9 @@ class _Replay:
     def _step(self, step: StepRecord) -> None:
         runs = self._run_of_slot[step.slots]
         token_ids, logprobs = step.token_ids, step.logprobs
+        known: BoolArray | None = None
+        if step.routes is not None:
+            self._routes.check(step.routes.routes_PLK)
         if len(runs) and runs.min() < 0:
             unknown = np.flatnonzero(runs == _UNBOUND)
             if len(unknown):
@@ -250,6 +180,14 @@ class _Replay:
                 self._span(self.runs[index], position, step.policy_version)
         self._counts[runs] = positions + 1
         self._columns.append((runs, positions, token_ids, logprobs))
+        if step.routes is not None:
+            self._routes.add(runs, positions, step.routes.counts_N, step.routes.routes_PLK, known)
+        if step.kept is not None:
+            self._kept.add(runs, positions, step.kept.counts_T, step.kept.token_ids, known)
+        missing = self._asked[runs] & ~np.uint8(step.flags)
+        if missing.any():
+            for index in runs[missing != 0].tolist():
+                self._fail(self.runs[index], ProblemKind.BAD_RECORD, "STEP without the routes or kept sets asked for")
 
     def _record(self, frame: Frame, record: WalRecord) -> None:
         match record:
@@ -272,11 +210,16 @@ class _Replay:
             self._fail(
                 self.runs[holder], ProblemKind.BAD_RECORD, f"slot {opened.slot} was bound again before its CLOSE"
             )
-        run = _Run(len(self.runs), self._epoch, opened)
+        run = Run(len(self.runs), self._epoch, opened)
         self.runs.append(run)
         if run.index == len(self._counts):
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
+            self._asked = np.concatenate([self._asked, np.zeros_like(self._asked)])
+        self._asked[run.index] = asked_columns(opened.request)
+        if opened.attempt > 0:
+            # What lost its OPEN belongs to an attempt before this one.
+            self.orphans.pop(run.identity, None)
         self._run_of_slot[opened.slot] = run.index
         self._latest[run.identity] = run
         self._span(run, 0, opened.request.policy_version)
@@ -332,7 +275,7 @@ class _Replay:
         elif run.damage is None:
             self._fail(run, ProblemKind.BAD_RECORD, detail)
 
-    def _span(self, run: _Run, position: int, version: int) -> None:
+    def _span(self, run: Run, position: int, version: int) -> None:
         run.spans.append((position, version))
         self._versions[run.index] = version
 
@@ -356,117 +299,9 @@ class _Replay:
             run.damage = run.damage or f"{self._where}: {detail}"
         self._problem(kind, f"{detail}; {len(failed)} open requests fail", tuple(run.identity for run in failed))
 
-    def _fail(self, run: _Run, kind: ProblemKind, detail: str) -> None:
+    def _fail(self, run: Run, kind: ProblemKind, detail: str) -> None:
         run.damage = run.damage or f"{self._where}: {detail}"
         self._problem(kind, detail, (run.identity,))
 
     def _problem(self, kind: ProblemKind, detail: str, requests: tuple[RequestId, ...] = ()) -> None:
         self.problems.append(Problem(kind=kind, where=self._where, detail=detail, requests=requests))
-
-
-def _merge_runs(
-    runs: list[_Run], orphans: dict[RequestId, str]
-) -> tuple[dict[RequestId, RecoveredRequest], list[RecoveredRequest], list[Problem]]:
-    """Joins the runs of each request by token position; returns (newest attempts, earlier attempts, findings)."""
-    by_attempt: dict[tuple[RequestId, int], list[_Run]] = {}
-    first_opened: dict[RequestId, list[int]] = {}
-    for run in runs:
-        attempt = run.opened.attempt
-        by_attempt.setdefault((run.identity, attempt), []).append(run)
-        attempts = first_opened.setdefault(run.identity, [])
-        if attempt not in attempts:
-            attempts.append(attempt)
-    newest: dict[RequestId, RecoveredRequest] = {}
-    earlier: list[RecoveredRequest] = []
-    problems: list[Problem] = []
-    for identity, attempts in first_opened.items():
-        for attempt in sorted(attempts):
-            merged, conflict = _merge_attempt(by_attempt[identity, attempt])
-            if conflict is not None:
-                problems.append(
-                    Problem(kind=ProblemKind.CONFLICT, where=str(identity), detail=conflict, requests=(identity,))
-                )
-            if identity in orphans and merged.damage is None:
-                merged = msgspec.structs.replace(merged, damage=orphans[identity])
-            if identity in newest:
-                earlier.append(newest[identity])
-            newest[identity] = merged
-    return newest, earlier, problems
-
-
-def _merge_attempt(runs: list[_Run]) -> tuple[RecoveredRequest, str | None]:
-    """Returns one attempt joined from its runs, and what contradicts itself in it, if anything."""
-    first = runs[0]
-    token_ids, logprobs = first.token_ids, first.logprobs
-    observations = list(first.observations)
-    spans = list(first.spans)
-    conflict: str | None = None
-    if first.opened.resumed_tokens or first.opened.resumed_observations:
-        conflict = f"resumed at token {first.opened.resumed_tokens}, but the log before that is gone"
-    for run in runs[1:]:
-        found = _contradiction(first.opened, run, token_ids, logprobs, observations)
-        if found is not None:
-            conflict = conflict or found
-            continue
-        start = run.opened.resumed_tokens
-        num_repeated = max(0, len(token_ids) - start)
-        spans += [(max(start + position, len(token_ids)), version) for position, version in run.spans]
-        token_ids = np.concatenate([token_ids, run.token_ids[num_repeated:]])
-        logprobs = np.concatenate([logprobs, run.logprobs[num_repeated:]])
-        observations += run.observations[max(0, len(observations) - run.opened.resumed_observations) :]
-    closes = [run.close for run in runs if run.close is not None]
-    if closes and conflict is None and closes[0].num_tokens != len(token_ids):
-        conflict = f"closed with {closes[0].num_tokens} tokens, but {len(token_ids)} are logged"
-    damages = [run.damage for run in runs if run.damage is not None]
-    if damages:
-        # Found and reported already; that the rest does not fit then only follows from it.
-        conflict = None
-    merged = RecoveredRequest(
-        request=first.opened.request,
-        attempt=first.opened.attempt,
-        token_ids=token_ids,
-        behavior_logprobs=logprobs,
-        observations=tuple(observations),
-        version_spans=_tidy(spans, len(token_ids)),
-        kv=next((run.kv for run in reversed(runs) if run.kv is not None), None),
-        close=closes[0] if closes else None,
-        num_openings=len(runs),
-        damage=damages[0] if damages else conflict,
-    )
-    return merged, conflict
-
-
-def _contradiction(
-    opened: OpenRecord, run: _Run, token_ids: Int32Array, logprobs: Float32Array, observations: list[ObserveRecord]
-) -> str | None:
-    """Returns how a later run contradicts what the log holds before it, or None. Equal repetitions are fine."""
-    before, now = opened.request, run.opened.request
-    is_same = before == msgspec.structs.replace(now, policy_version=before.policy_version)
-    if not is_same:
-        return f"opened again with another prompt, seed or sampling (seed {before.seed}, then {now.seed})"
-    start, first_observation = run.opened.resumed_tokens, run.opened.resumed_observations
-    if start > len(token_ids) or first_observation > len(observations):
-        held = f"{len(token_ids)} tokens, {len(observations)} observations"
-        return f"resumed at token {start}, observation {first_observation}; the log holds {held}"
-    num_again = min(len(token_ids) - start, len(run.token_ids))
-    again = slice(start, start + num_again)
-    same_tokens = np.array_equal(token_ids[again], run.token_ids[:num_again])
-    if not same_tokens or logprobs[again].tobytes() != run.logprobs[:num_again].tobytes():
-        different = (token_ids[again] != run.token_ids[:num_again]) | (
-            logprobs[again].view(np.uint32) != run.logprobs[:num_again].view(np.uint32)
-        )
-        return f"token {start + int(np.argmax(different))} was logged twice with different values"
-    pairs = zip(observations[first_observation:], run.observations, strict=False)
-    if not all(old == msgspec.structs.replace(new, slot=old.slot) for old, new in pairs):
-        return "an observation was logged twice with different values"
-    return None
-
-
-def _tidy(spans: list[tuple[int, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Returns spans without empty and repeated ones; the last keeps its place when no token follows it."""
-    tidy: list[VersionSpan] = []
-    for index, (position, version) in enumerate(spans):
-        end = spans[index + 1][0] if index + 1 < len(spans) else num_tokens + 1
-        if end > position and (not tidy or tidy[-1].policy_version != version):
-            tidy.append(VersionSpan(first_token=position, policy_version=version))
-    return tuple(tidy)

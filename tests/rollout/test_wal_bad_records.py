@@ -3,7 +3,7 @@
 No honest writer produces them, so the segments here are made by hand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +63,7 @@ def observe(member: int, slot: int, after_tokens: int, ordinal: int = 0) -> Obse
     )
 
 
-def recover_frames(directory: Path, frames: list[tuple[int, int, bytes]]) -> RecoveredLog:
+def recover_frames(directory: Path, frames: Sequence[tuple[int, int, bytes]]) -> RecoveredLog:
     """Recovers a log of one segment with these (type, flags, payload)."""
     header = SegmentHeader(kind="TOKN", stream="e", epoch=1, segment=0, first_seq=1, tail_crc=0)
     data = encode_segment_header(header)
@@ -76,7 +76,7 @@ def recover_frames(directory: Path, frames: list[tuple[int, int, bytes]]) -> Rec
 
 
 def recover_records(directory: Path, records: list[WalRecord]) -> RecoveredLog:
-    return recover_frames(directory, [(kind, 0, payload) for kind, payload in map(encode_record, records)])
+    return recover_frames(directory, [encode_record(record) for record in records])
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,8 @@ def short_payload(kind: int, payload: bytes) -> tuple[int, int, bytes]:
 def test_a_record_that_cannot_be_read_fails_what_was_open(
     tmp_path: Path, record: WalRecord, spoil: Callable[[int, bytes], tuple[int, int, bytes]]
 ) -> None:
-    first = encode_record(opened(0, 5))
-    last = encode_record(step(5, 11))
-    log = recover_frames(tmp_path, [(first[0], 0, first[1]), spoil(*encode_record(record)), (last[0], 0, last[1])])
+    kind, _, payload = encode_record(record)
+    log = recover_frames(tmp_path, [encode_record(opened(0, 5)), spoil(kind, payload), encode_record(step(5, 11))])
     assert set(log.failed) == {identity(0)}
     assert [problem.kind for problem in log.problems] == [ProblemKind.BAD_RECORD]
     assert log.requests[identity(0)].token_ids.tolist() == []

@@ -34,7 +34,10 @@ requests = st.builds(
     prompt_ids=hnp.arrays(np.int32, st.integers(1, 20)),
     seed=st.integers(0, 2**64 - 1),
     sampling=st.builds(
-        SamplingParams, max_new_tokens=st.integers(1, 2**40), temperature=st.floats(0, 10), top_k=counts
+        SamplingParams,
+        max_new_tokens=st.integers(1, 2**40),
+        temperature=st.just(0.0) | st.floats(0.001, 10),
+        top_k=counts,
     ),
     policy_version=counts,
 )
@@ -68,9 +71,10 @@ records = st.one_of(
 @settings(max_examples=60)
 @given(records)
 def test_records_round_trip(record: WalRecord) -> None:
-    frame_type, payload = encode_record(record)
-    assert len(payload) % 4 == 0
-    decoded = decode_record(frame_type, 0, payload)
+    encoded = encode_record(record)
+    assert len(encoded.payload) % 4 == 0
+    assert encoded.flags == 0
+    decoded = decode_record(*encoded)
     assert type(decoded) is type(record)
     assert isinstance(record, ArrayRecord | KvSavedRecord | VersionRecord | CloseRecord)
     assert decoded == record
@@ -84,8 +88,7 @@ def test_steps_round_trip_bit_for_bit(rows: Any, version: int) -> None:
         logprobs=rows["logprob"].copy().view(np.float32),
         policy_version=version,
     )
-    frame_type, payload = encode_record(record)
-    decoded = decode_record(frame_type, 0, payload)
+    decoded = decode_record(*encode_record(record))
     assert isinstance(decoded, StepRecord)
     assert decoded.policy_version == version
     for name in ("slots", "token_ids", "logprobs"):
@@ -97,7 +100,7 @@ def test_step_layout_is_ten_bytes_a_row() -> None:
     record = StepRecord(
         slots=rows, token_ids=np.array([7, 8, -1], np.int32), logprobs=np.zeros(3, np.float32), policy_version=5
     )
-    assert encode_record(record)[1] == bytes.fromhex(
+    assert encode_record(record).payload == bytes.fromhex(
         "03000000 05000000 0000 0100 0200 0000 07000000 08000000 ffffffff 00000000 00000000 00000000"
     )
 
@@ -110,15 +113,15 @@ def test_arbitrary_payloads_give_a_record_or_a_typed_error(frame_type: int, flag
 
 @given(records, st.data())
 def test_damaged_payloads_give_a_record_or_a_typed_error(record: WalRecord, data: st.DataObject) -> None:
-    frame_type, payload = encode_record(record)
+    frame_type, flags, payload = encode_record(record)
     position = data.draw(st.integers(0, len(payload) - 1))
     changed = payload[:position] + data.draw(st.binary(max_size=3)) + payload[position + 1 :]
     with suppress(WalUsageError):
-        decode_record(frame_type, 0, changed)
+        decode_record(frame_type, flags, changed)
 
 
 def test_unknown_types_and_flags_are_refused() -> None:
-    payload = encode_record(VersionRecord(policy_version=1))[1]
+    payload = encode_record(VersionRecord(policy_version=1)).payload
     with pytest.raises(WalUsageError, match="version that wrote it"):
         decode_record(99, 0, payload)
     with pytest.raises(WalUsageError, match="flags 0x1"):

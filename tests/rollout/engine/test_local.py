@@ -153,25 +153,59 @@ def test_finished_requests_are_answered_from_the_log_without_a_forward(
         assert engine.generate(requests) == undisturbed
 
 
-def test_a_damaged_request_fails_as_infra_and_others_go_on(
+def _flip_byte(directory: Path, place: float) -> None:
+    (segment,) = directory.glob("*.wal")
+    data = bytearray(segment.read_bytes())
+    data[int(len(data) * place)] ^= 1
+    segment.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", [0.1, 0.15, 0.5, 0.9])
+def test_damaged_requests_are_sampled_again_to_the_same_bits_and_others_go_on(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path, place: float
+) -> None:
+    """The first places hit records of opening, after which the log names a request only by its end."""
+    requests = make_requests(LENGTHS, members=2)
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        engine.generate(requests[:4])
+    _flip_byte(tmp_path, place)
+    damaged = recover(tmp_path)
+    assert damaged.failed
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        assert engine.generate(requests) == undisturbed
+    after = recover(tmp_path)
+    assert after.failed == {}
+    assert {identity for identity, held in after.requests.items() if held.attempt == 1} == set(damaged.failed)
+    for identity, held in damaged.requests.items():
+        if identity in damaged.failed:
+            (kept,) = [earlier for earlier in after.earlier_attempts if earlier.request.id == identity]
+            assert kept.token_ids.tolist() == held.token_ids.tolist()
+    engine, log = open_engine(tmp_path, packed)
+    _crash_after(log, 0)
+    with log:
+        assert engine.generate(requests) == undisturbed
+
+
+def test_a_request_that_damage_meets_at_its_last_attempt_fails_as_infra(
     packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
 ) -> None:
     requests = make_requests(LENGTHS, members=2)
     engine, log = open_engine(tmp_path, packed)
     with log:
         engine.generate(requests[:4])
-    (segment,) = tmp_path.glob("*.wal")
-    data = bytearray(segment.read_bytes())
-    data[len(data) // 2] ^= 1
-    segment.write_bytes(data)
-    engine, log = open_engine(tmp_path, packed)
-    with log:
-        answers = engine.generate(requests)
-    failed = [answer for answer in answers[:4] if answer.failure is not None]
-    assert failed
-    for answer in failed:
-        assert (answer.failure, answer.stop_reason) == (FailureType.INFRA, StopReason.ABORTED)
-    assert answers[4:] == undisturbed[4:]
+    _flip_byte(tmp_path, 0.5)
+    failed = set(recover(tmp_path).failed)
+    for _ in range(2):  # and stays failed
+        engine, log = open_engine(tmp_path, packed, max_attempts=1)
+        with log:
+            answers = engine.generate(requests)
+        for answer, expected in zip(answers, undisturbed, strict=True):
+            if answer.id in failed:
+                assert (answer.failure, answer.stop_reason) == (FailureType.INFRA, StopReason.ABORTED)
+            else:
+                assert answer == expected
 
 
 def test_the_budget_left_after_a_crash_is_what_was_not_logged(packed: dict[str, PackedTensor], tmp_path: Path) -> None:
@@ -211,6 +245,6 @@ def test_a_request_of_another_run_is_refused(packed: dict[str, PackedTensor], tm
     other: Request = make_requests([6])[0]
     new = make_requests([4, 5])[1]
     with log:
-        with pytest.raises(EngineInputError, match="another prompt, seed or sampling"):
+        with pytest.raises(EngineInputError, match="another prompt, seed, sampling or tools"):
             engine.generate([new, other])
         engine.generate([new])  # nothing was started
