@@ -147,6 +147,10 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A longer rendered prompt is an error."""
     seed: NonNegativeInt = 0
     """Chooses the order of prompts and every draw."""
+    shuffle_rewards: bool = False
+    """The negative control: rewards are permuted within each step, keyed by seed and step, so that nothing can be
+    learned from them. A run that gets better all the same measures something else than it says.
+    """
     precision: Precision = "native"
     """Number formats of the forward pass, on both sides alike."""
     cluster: ClusterConfig = ClusterConfig()
@@ -172,7 +176,7 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "sampling.temperature is 0; members of a group would all be the same greedy answer. Set"
                 " sampling.temperature=1"
             )
-        _check_sequence_fits(self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
+        _check_sequences_fit(self.tasks, self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
         _check_warmup(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
@@ -215,8 +219,12 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
-        _check_sequence_fits(
-            self.max_prompt_tokens, self.max_answer_tokens, self.micro_batch_tokens, answer_key="max_answer_tokens"
+        _check_sequences_fit(
+            self.tasks,
+            self.max_prompt_tokens,
+            self.max_answer_tokens,
+            self.micro_batch_tokens,
+            answer_key="max_answer_tokens",
         )
         _check_one_engine(self.rollout, "sft evaluates")
         _check_warmup(self.optim, self.steps)
@@ -258,15 +266,27 @@ def _check_one_engine(rollout: RolloutConfig, what: str) -> None:
         )
 
 
-def _check_sequence_fits(
-    prompt_tokens: int, answer_tokens: int, micro_batch_tokens: int, answer_key: str = "sampling.max_new_tokens"
+def _check_sequences_fit(
+    tasks: tuple[TaskConfig, ...],
+    prompt_tokens: int,
+    answer_tokens: int,
+    micro_batch_tokens: int,
+    answer_key: str = "sampling.max_new_tokens",
 ) -> None:
-    longest = prompt_tokens + answer_tokens
-    if longest > micro_batch_tokens:
+    for task in tasks:
+        budget, observed = task.budget(answer_tokens), task.max_observed_tokens
+        task.check_length_penalty(budget)
+        longest = prompt_tokens + budget + observed
+        if longest <= micro_batch_tokens:
+            continue
+        names = f"max_prompt_tokens + {answer_key if task.max_new_tokens is None else f'max_new_tokens of {task.name}'}"
+        sums = f"{prompt_tokens} + {budget}"
+        if observed:
+            names += f" + (max_turns - 1) * max_observation_tokens of {task.name}"
+            sums += f" + {observed}"
         raise ValueError(
-            f"micro_batch_tokens is {micro_batch_tokens}, but a sequence may have max_prompt_tokens + {answer_key} ="
-            f" {prompt_tokens} + {answer_tokens} = {longest} tokens and is never divided. Set"
-            f" micro_batch_tokens={longest} or more, or lower one of the other two"
+            f"micro_batch_tokens is {micro_batch_tokens}, but a sequence may have {names} = {sums} = {longest} tokens"
+            f" and is never divided. Set micro_batch_tokens={longest} or more, or lower one of the others"
         )
 
 

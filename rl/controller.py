@@ -36,11 +36,19 @@ from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_check
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.metrics import log_metrics
+from rollforward.rl.metrics import log_metrics, turn_metrics
 from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.prompts import PromptSource
 from rollforward.rl.samples import SAMPLES_NAME, remove_steps, write_step
-from rollforward.rl.sampling import PromptEncoder, build_groups, describe_unscored, group_requests, score_completions
+from rollforward.rl.sampling import (
+    PromptEncoder,
+    build_groups,
+    describe_unscored,
+    group_requests,
+    read_turns,
+    score_completions,
+    shuffle_rewards,
+)
 from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.types import Completion, Request
@@ -206,11 +214,13 @@ class Controller:
         requests = group_requests(
             examples,
             self._encoder,
+            self._tasks,
             step=state.step,
             group_size=run.algo.group_size,
             run_seed=run.seed,
             sampling=run.sampling,
             policy_version=state.step,
+            record_routes=run.algo.keep_routing,
         )
         with self._timed("gen"):
             completions = self._rollout.generate(requests)
@@ -218,7 +228,9 @@ class Controller:
             scores = score_completions(examples, completions, self._encoder, self._tasks)
         if (unscored := describe_unscored(scores)) is not None:
             say(f"step {state.step + 1}: {unscored}")
-        groups = build_groups(examples, requests, completions, scores)
+        groups = build_groups(examples, requests, completions, scores, self._tasks)
+        if run.shuffle_rewards:
+            groups = shuffle_rewards(groups, run_seed=run.seed)
         batch = build_step_batch(
             groups,
             normalisation=run.algo.normalisation,
@@ -229,7 +241,8 @@ class Controller:
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
         with self._timed("update_actor"):
             metrics = self._learner.update(step_dir, plan_micro_batches(batch.rows, run.micro_batch_tokens))
-        values = metric_values((*batch.metrics, *metrics, *log_metrics(self._rollout.log_stats())))
+        turns = turn_metrics(read_turns(examples, completions, self._encoder))
+        values = metric_values((*batch.metrics, *turns, *metrics, *log_metrics(self._rollout.log_stats())))
         self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
         with self._timed("update_weights"):
             self._publish(state.step + 1)

@@ -1,4 +1,5 @@
-"""What SFT learns from: right answers to training questions, packed into micro-batches of a fixed token budget.
+"""What SFT learns from: right answers to training questions, or turns that show how to find them, packed into
+micro-batches of a fixed token budget.
 
 The stream is a function of (tasks, encoding, seed, cursor), as in `rl/prompts.py`. Packing is next-fit in the order of
 the stream: a micro-batch takes whole conversations until the next one does not fit, and that one opens the next
@@ -49,7 +50,7 @@ class ConversationSource:
         seed: the run's seed.
         max_tokens: budget of a micro-batch, tokens.
         max_prompt_tokens, max_answer_tokens: a conversation with more that is not an assistant's, or more that is, is
-            an error.
+            an error. A task's own budget goes before the latter, and what tools said may come to the former.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ConversationSource:
     ) -> None:
         """Fix the order."""
         self._order = ExampleOrder(tasks, seed=seed, purpose="conversations")
+        self._options = {task.name: task.options for task in tasks}
         self._encoding = encoding
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
@@ -93,7 +95,7 @@ class ConversationSource:
         num_tokens_left = self._max_tokens
         while True:
             example = self._order.example(cursor)
-            conversation = self._encoding.encode_conversation(solved_messages(example))
+            conversation = self._encoding.encode_conversation(solved_messages(example), example.effort, example.tools)
             num_tokens = len(conversation.token_ids)
             self._check(example, num_tokens, num_answer_tokens=sum(conversation.trained_mask))
             if num_tokens > num_tokens_left:
@@ -103,10 +105,16 @@ class ConversationSource:
             cursor = self._order.next(cursor)
 
     def _check(self, example: Example, num_tokens: int, *, num_answer_tokens: int) -> None:
+        options = self._options[example.task]
+        max_prompt_tokens, prompt_rule = self._max_prompt_tokens, "max_prompt_tokens ="
+        if options.max_observed_tokens:
+            max_prompt_tokens += options.max_observed_tokens
+            prompt_rule = "max_prompt_tokens and the task's max_observation_tokens * (max_turns - 1), together"
+        answer_rule = "max_answer_tokens =" if options.max_new_tokens is None else "the task's max_new_tokens ="
         for count, what, limit, rule in (
             (num_tokens, "tokens", self._max_tokens, "the micro-batch budget of"),
-            (num_tokens - num_answer_tokens, "prompt tokens", self._max_prompt_tokens, "max_prompt_tokens ="),
-            (num_answer_tokens, "answer tokens", self._max_answer_tokens, "max_answer_tokens ="),
+            (num_tokens - num_answer_tokens, "prompt tokens", max_prompt_tokens, prompt_rule),
+            (num_answer_tokens, "answer tokens", options.budget(self._max_answer_tokens), answer_rule),
         ):
             if count > limit:
                 raise TaskError(
@@ -116,11 +124,13 @@ class ConversationSource:
 
 
 def solved_messages(example: Example) -> tuple[Message, ...]:
-    """The conversation in which the assistant gives the example's right answer.
+    """The conversation to learn from: the example's demonstration, or its bare right answer.
 
     Raises:
-        TaskError: the example has none.
+        TaskError: the example has neither.
     """
+    if example.demonstration is not None:
+        return (*example.messages, *example.demonstration)
     if example.answer is None:
         raise TaskError(
             f"task {example.task}: {example.split} example {example.index} has no written answer, only a verifier, so"
@@ -138,7 +148,8 @@ def tokenizer_texts(tasks: Sequence[Task], num_conversations: int) -> Iterator[s
     """
     for task in tasks:
         for index in range(min(num_conversations, task.size("train"))):
-            yield from plain_texts(solved_messages(task.example(index)))
+            example = task.example(index)
+            yield from plain_texts(solved_messages(example), example.effort, example.tools)
 
 
 def _pack(conversations: Sequence[EncodedConversation], *, weight: float) -> PackedConversations:

@@ -22,7 +22,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     question: str
     """Last message of the prompt."""
     text: str
-    """What the model said."""
+    """What the model said, and between its turns what tools answered."""
     score: float
     """Reward."""
     reason: str
@@ -80,6 +80,7 @@ class Evaluator:
         requests = group_requests(
             self._examples,
             self._encoder,
+            self._tasks,
             step=step,
             group_size=1,
             run_seed=self._run_seed,
@@ -102,7 +103,7 @@ class Evaluator:
                 Sample(
                     task=name,
                     question=example.messages[-1].content,
-                    text=self._encoder.text(completion),
+                    text=self._encoder.transcript(completion),
                     score=score.value,
                     reason=score.reason,
                 )

@@ -7,6 +7,7 @@ zero-variance groups are taken over what counts: infra and data failures appear 
 
 from collections.abc import Sequence
 
+from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
 from rollforward.rollout.types import FailureType, Group, StopReason, Trajectory
 from rollforward.rollout.wal_commit import WalStats
@@ -43,6 +44,21 @@ def log_metrics(stats: Sequence[WalStats]) -> tuple[Metric, ...]:
         )
         for one in stats
         for name in WalStats.__struct_fields__
+    )
+
+
+def turn_metrics(turns_N: Sequence[Sequence[AssistantTurn]]) -> tuple[Metric, ...]:
+    """Return turns and tool calls of completions that count, and the share of turns whose call was malformed.
+
+    Args:
+        turns_N: the turns of each completion.
+    """
+    calls = [sum(len(turn.calls) for turn in turns) for turns in turns_N]
+    malformed = [turn.problem is not None for turns in turns_N for turn in turns]
+    return (
+        *_distribution("num_turns", [len(turns) for turns in turns_N], per="trajectory"),
+        *_distribution("tool_call_counts", calls, per="trajectory"),
+        _share("failure/parse/rate", malformed, per="turn"),
     )
 
 

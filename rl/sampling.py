@@ -5,17 +5,25 @@ Here: pure functions of records. Not here: engines (rollout/), masks and weights
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
+from rollforward.model.dsml import AssistantTurn, parse_turn
 from rollforward.model.encoding import ChatEncoding
+from rollforward.model.messages import ReasoningEffort
+from rollforward.model.tokenizer import EOS, THINK
 from rollforward.rl.errors import TaskError
+from rollforward.rl.shuffle import Permutation, derive_key
+from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, Task, Unscored
 from rollforward.rollout.types import (
     Completion,
     Group,
+    KeptSets,
     Request,
     RequestId,
     SamplingParams,
+    ToolUse,
     Trajectory,
     request_seed,
 )
@@ -35,7 +43,7 @@ class PromptEncoder:
         Raises:
             TaskError: the prompt is longer than the limit.
         """
-        ids = self._encoding.encode_prompt(example.messages)
+        ids = self._encoding.encode_prompt(example.messages, example.effort, example.tools)
         if len(ids) > self._max_prompt_tokens:
             raise TaskError(
                 f"task {example.task}: {example.split} example {example.index} has {len(ids)} prompt"
@@ -44,14 +52,29 @@ class PromptEncoder:
             )
         return np.array(ids, dtype=np.int32)
 
-    def text(self, completion: Completion) -> str:
-        """Return the text of a completion, without its end of sequence."""
-        return self._encoding.decode_turn(completion.token_ids.tolist())
+    def text(self, completion: Completion, effort: ReasoningEffort) -> str:
+        """Return what is judged: the text of the last turn, without its end of sequence, and with the opener of the
+        reasoning in front where the prompt ends with it, so that reasoning without an end is seen as such.
+        """
+        turns = completion.turns
+        said = self._encoding.decode_turn(turns[-1].tolist()) if turns else ""
+        return said if effort == "non-think" else THINK + said
+
+    def transcript(self, completion: Completion) -> str:
+        """Return all that followed the prompt, for a person: turns and what tools said, control tokens by their
+        spelling, without the last end of sequence.
+        """
+        return self._encoding.tokenizer.decode(completion.token_ids.tolist()).removesuffix(EOS)
+
+    def turns(self, completion: Completion, effort: ReasoningEffort) -> tuple[AssistantTurn, ...]:
+        """Return what each turn of the policy says."""
+        return tuple(parse_turn(self._encoding.decode_turn(turn.tolist()), effort) for turn in completion.turns)
 
 
 def group_requests(
     examples: Sequence[Example],
     encoder: PromptEncoder,
+    tasks: Mapping[str, Task],
     *,
     step: int,
     group_size: int,
@@ -59,31 +82,46 @@ def group_requests(
     sampling: SamplingParams,
     policy_version: int,
     is_eval: bool = False,
+    record_routes: bool = False,
 ) -> list[Request]:
     """Return every member's request, in training order (prompt, member).
 
     Args:
         examples: prompt p of the step is examples[p].
         encoder: gives the tokens.
+        tasks: by name; each has its own budget and tools.
         step, group_size, run_seed: identities and seeds; seed = hash(run seed, step, prompt, member).
-        sampling, policy_version: as in ``Request``.
+        sampling, policy_version: as in ``Request``; a task's own budget goes before that of ``sampling``.
         is_eval: requests of an evaluation, which have identities of their own.
+        record_routes: whether completions carry the experts that their tokens visited.
     """
     requests: list[Request] = []
     for prompt, example in enumerate(examples):
         prompt_ids = encoder.prompt_ids(example)
-        for member in range(group_size):
-            identity = RequestId(step, prompt, member, is_eval)
-            requests.append(
-                Request(
-                    id=identity,
-                    prompt_ids=prompt_ids,
-                    seed=request_seed(run_seed, step, prompt, member),
-                    sampling=sampling,
-                    policy_version=policy_version,
-                )
+        options = tasks[example.task].options
+        budget = options.budget(sampling.max_new_tokens)
+        requests += [
+            Request(
+                id=RequestId(step, prompt, member, is_eval),
+                prompt_ids=prompt_ids,
+                seed=request_seed(run_seed, step, prompt, member),
+                sampling=msgspec.structs.replace(sampling, max_new_tokens=budget),
+                policy_version=policy_version,
+                tools=tool_use(options),
+                record_routes=record_routes,
             )
+            for member in range(group_size)
+        ]
     return requests
+
+
+def tool_use(options: TaskOptions) -> ToolUse | None:
+    """Return how far a task's completions may call tools; None where it has none."""
+    if not options.tools:
+        return None
+    return ToolUse(
+        task=options.name, max_turns=options.max_turns, max_observation_tokens=options.max_observation_tokens
+    )
 
 
 def score_completions(
@@ -99,8 +137,19 @@ def score_completions(
         if completion.failure is not None and completion.failure.is_excluded:
             scores.append(Unscored(failure=completion.failure, detail=f"the sampling of {completion.id} failed"))
         else:
-            scores.append(tasks[example.task].score(example, encoder.text(completion)))
+            scores.append(tasks[example.task].score(example, encoder.text(completion, example.effort)))
     return scores
+
+
+def read_turns(
+    examples: Sequence[Example], completions: Sequence[Completion], encoder: PromptEncoder
+) -> list[tuple[AssistantTurn, ...]]:
+    """The turns of every completion that no infra or data failure ended."""
+    return [
+        encoder.turns(completion, examples[completion.id.prompt].effort)
+        for completion in completions
+        if completion.failure is None or not completion.failure.is_excluded
+    ]
 
 
 def describe_unscored(scores: Sequence[Score | Unscored]) -> str | None:
@@ -113,24 +162,53 @@ def describe_unscored(scores: Sequence[Score | Unscored]) -> str | None:
     return f"{count}; one ({first.failure}): {first.detail}"
 
 
+def length_penalty(num_tokens: int, budget: int, buffer_tokens: int) -> float:
+    """Return DAPO's soft punishment of a long completion.
+
+        0                                     where num_tokens <= budget - buffer
+        (budget - buffer - num_tokens) / buffer   up to the budget, where it is -1
+
+    Args:
+        num_tokens: sampled tokens, all turns together.
+        budget: tokens that it could have, >= buffer_tokens.
+        buffer_tokens: >= 1.
+
+    Source: DAPO (arXiv 2503.14476), equation 13.
+    Example: budget 10, buffer 4: 6 tokens give 0, 7 give -0.25, 10 give -1.
+    """
+    return min(0.0, (budget - buffer_tokens - num_tokens) / buffer_tokens)
+
+
 def build_groups(
     examples: Sequence[Example],
     requests: Sequence[Request],
     completions: Sequence[Completion],
     scores: Sequence[Score | Unscored],
+    tasks: Mapping[str, Task],
 ) -> list[Group]:
-    """Join prompts, sampled tokens and scores into groups: what was sampled is what is trained."""
+    """Join prompts, turns, observations and scores into groups: what was sampled is what is trained.
+
+    The reward is the score and, where the task has one, the punishment of length.
+    """
     members: dict[int, list[Trajectory]] = {}
     for request, completion, score in zip(requests, completions, scores, strict=True):
         num_prompt = request.prompt_ids.size
+        task = examples[completion.id.prompt].task
+        kept = completion.kept
         trajectory = Trajectory(
             id=completion.id,
-            task=examples[completion.id.prompt].task,
+            task=task,
             token_ids_T=np.concatenate((request.prompt_ids, completion.token_ids)),
             trained_mask_T=np.concatenate((np.zeros(num_prompt, np.bool_), completion.sampled_mask)),
             behavior_logprobs_T=np.concatenate((np.zeros(num_prompt, np.float32), completion.behavior_logprobs)),
+            routes_TLK=completion.routes,
+            kept=None
+            if kept is None
+            else KeptSets(
+                counts_T=np.concatenate((np.zeros(num_prompt, np.int32), kept.counts_T)), token_ids=kept.token_ids
+            ),
             policy_version=completion.policy_version,
-            reward=None if isinstance(score, Unscored) else score.value,
+            reward=None if isinstance(score, Unscored) else score.value + _punishment(request, completion, tasks[task]),
             stop_reason=completion.stop_reason,
             failure=score.failure or completion.failure,
         )
@@ -139,3 +217,35 @@ def build_groups(
         Group(step=trajectories[0].id.step, prompt=prompt, trajectories=tuple(trajectories))
         for prompt, trajectories in sorted(members.items())
     ]
+
+
+def shuffle_rewards(groups: Sequence[Group], *, run_seed: int) -> list[Group]:
+    """Permute the rewards of a step among its trajectories that have one: the negative control of a run, whose policy
+    must then learn nothing.
+
+    Invariants: keyed by seed and step; the order of groups and members has no say.
+    """
+    scored = sorted(
+        (one for group in groups for one in group.trajectories if one.reward is not None and not one.is_excluded),
+        key=lambda one: one.id,
+    )
+    if not scored:
+        return list(groups)
+    order = Permutation(len(scored), derive_key("shuffled rewards", run_seed, scored[0].id.step))
+    rewards = {one.id: scored[order(index)].reward for index, one in enumerate(scored)}
+    return [
+        msgspec.structs.replace(
+            group,
+            trajectories=tuple(
+                msgspec.structs.replace(one, reward=rewards.get(one.id, one.reward)) for one in group.trajectories
+            ),
+        )
+        for group in groups
+    ]
+
+
+def _punishment(request: Request, completion: Completion, task: Task) -> float:
+    penalty = task.options.length_penalty
+    if penalty is None:
+        return 0.0
+    return length_penalty(completion.num_sampled_tokens, request.sampling.max_new_tokens, penalty.buffer_tokens)

@@ -41,7 +41,7 @@ def load_parts(
         model_dir: checkpoint with its tokenizer.
         task_configs: what is asked.
         max_prompt_tokens: a longer prompt is an error when it is met.
-        max_new_tokens: tokens that may follow a prompt.
+        max_new_tokens: tokens that may be sampled after a prompt, where a task has no budget of its own.
 
     Raises:
         ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
@@ -57,6 +57,9 @@ def load_parts(
             f" vocab_size {config.vocab_size} and eos_token_id {config.eos_token_id}; they must belong together."
             " Take both from one checkpoint"
         )
+    max_new_tokens = max(
+        (task.budget(max_new_tokens) + task.max_observed_tokens for task in task_configs), default=max_new_tokens
+    )
     longest = max_prompt_tokens + max_new_tokens
     if longest > config.max_position_embeddings:
         raise ModelDirectoryError(

@@ -1,19 +1,104 @@
 """Configuration of tasks: a union told apart by `type`. One class a kind of task; its file beside this one says what
-the fields do.
+the fields do. What every kind has is in `TaskOptions`.
 """
 
+import itertools
 from typing import Annotated, Any
 
 import msgspec
 
+from rollforward.model.messages import ReasoningEffort
+from rollforward.sandbox.config import ToolConfig
 
-class ReasoningGymConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_gym"
-):
-    """A dataset of the reasoning-gym library with the library's own verifier (`reasoning_gym.py`)."""
+
+class LengthPenalty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """DAPO's soft punishment of long completions, added to the reward: 0 up to the budget less the buffer, then falling
+    linearly to -1 at the budget.
+    """
+
+    buffer_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens before the end of the budget in which the punishment grows."""
+
+
+class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every kind of task has: how its questions are put, how far a completion may go, and which tools it has."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
     """The task's name in the run; metrics carry it."""
+    effort: ReasoningEffort = "non-think"
+    """How long the model may reason: chooses the opener of its turns and the text at the head of the prompt. Give the
+    task its own max_new_tokens with it.
+    """
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Tokens that a completion may have, all its turns together. null: the run's."""
+    length_penalty: LengthPenalty | None = None
+    """Punishment of completions near the budget; rewards are then between -1 and 1. Evaluations know none."""
+    tools: tuple[ToolConfig, ...] = ()
+    """Functions that the model may call. A turn that ends with calls is answered with their results and another turn
+    follows.
+    """
+    max_turns: Annotated[int, msgspec.Meta(ge=2)] = 4
+    """Turns that a completion with tools may have, the last one included."""
+    max_observation_tokens: Annotated[int, msgspec.Meta(ge=32)] = 256
+    """Tokens that the answer to one turn's calls may have; longer results are cut."""
+    list_tools: bool = True
+    """Whether the prompt lists the tools, in DeepSeek's words (about 1000 characters and the schemas). A model that SFT
+    taught the calls needs no list.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot go together. A subclass that defines its own checks calls this one."""
+        names = [tool.name for tool in self.tools]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"task {self.name}: {names.count(name)} tools are named {name!r}; a call names one. Rename all but"
+                    " one"
+                )
+        if self.length_penalty is not None and self.max_new_tokens is not None:
+            self.check_length_penalty(self.max_new_tokens)
+
+    def budget(self, run_max_new_tokens: int) -> int:
+        """Tokens that a completion may have, where the run gives `run_max_new_tokens`."""
+        return run_max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+
+    @property
+    def max_observed_tokens(self) -> int:
+        """Tokens that all results of one completion may have together."""
+        return (self.max_turns - 1) * self.max_observation_tokens if self.tools else 0
+
+    def check_length_penalty(self, budget: int) -> None:
+        """Refuse a buffer that is longer than the budget.
+
+        Raises:
+            ValueError: it is.
+        """
+        if self.length_penalty is not None and self.length_penalty.buffer_tokens > budget:
+            raise ValueError(
+                f"task {self.name}: length_penalty.buffer_tokens is {self.length_penalty.buffer_tokens}, but a"
+                f" completion has at most {budget} tokens, so that every one would be punished. Set it to {budget} or"
+                " less"
+            )
+
+
+class Demonstration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How SFT shows a question of reasoning-gym answered with a tool: the assistant calls it with one argument taken
+    from the question's metadata, reads the right answer as its result, and gives it.
+
+    The tool is not run; that it returns the right answer's text for this argument is for you to make sure.
+    """
+
+    tool: str
+    """Name of one of the task's tools."""
+    argument: str
+    """Name of its parameter."""
+    metadata: str
+    """Key of the question's metadata with the argument's value; `expression` for chain_sum."""
+
+
+class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="reasoning_gym"):
+    """A dataset of the reasoning-gym library with the library's own verifier (`reasoning_gym.py`)."""
+
     dataset: str
     """Name of the dataset in reasoning-gym, such as `chain_sum`."""
     params: dict[str, Any] = {}
@@ -34,6 +119,18 @@ class ReasoningGymConfig(
     """
     max_answer_chars: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """A longer answer scores 0 without being read, which bounds the verifier's time."""
+    demonstrate: Demonstration | None = None
+    """What SFT learns instead of the bare answer. null: the bare answer."""
+
+    def __post_init__(self) -> None:
+        """Refuse a demonstration with a tool that the task has not."""
+        super().__post_init__()
+        if self.demonstrate is not None and self.demonstrate.tool not in [tool.name for tool in self.tools]:
+            have = ", ".join(tool.name for tool in self.tools) or "none"
+            raise ValueError(
+                f"task {self.name}: demonstrate.tool is {self.demonstrate.tool!r}; it must be one of the task's tools,"
+                f" which are {have}. Add it to tools"
+            )
 
 
 class ExactReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="exact"):
@@ -80,13 +177,9 @@ Reward = ExactReward | MathReward | PythonReward
 """Any verifier of a dataset's answers. A new kind joins here and in `rewards.py`."""
 
 
-class DatasetConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="dataset"
-):
+class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
     """Questions and answers from a file of yours (`dataset.py`)."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
-    """The task's name in the run; metrics carry it."""
     path: str
     """A .jsonl file (one object a line) or a .parquet file, one question a row."""
     reward: Reward
@@ -96,6 +189,11 @@ class DatasetConfig(
     answer_column: str | None = "answer"
     """Column with the right answer, a text or a whole number. SFT learns it word for word. null: there is none, and the
     reward must be of type python.
+    """
+    messages_column: str | None = None
+    """Column with what SFT learns instead of the bare answer: a list of messages of the roles assistant and tool, the
+    last one an assistant's. An assistant's may have `tool_calls`, each with `name` and `arguments` (a text that is a
+    JSON object); a tool's follow it in the order of the calls. null: SFT learns the bare answer.
     """
     system_prompt: str | None = None
     """A system message in front of every question."""
@@ -111,17 +209,24 @@ class DatasetConfig(
     """A longer answer scores 0 without being read. A Python reward gets any text."""
 
     def __post_init__(self) -> None:
-        """Refuse a verifier without anything to compare with."""
+        """Refuse a verifier without anything to compare with, and one column with two meanings."""
+        super().__post_init__()
         if self.answer_column is None and not isinstance(self.reward, PythonReward):
             raise ValueError(
                 f"task {self.name}: answer_column is null, but the reward compares with a right answer. Name the"
                 " column, or choose a reward of type python"
             )
-        if self.answer_column == self.question_column:
-            raise ValueError(
-                f"task {self.name}: question_column and answer_column are both {self.answer_column!r}; the answer would"
-                " stand in the question. Name two columns"
-            )
+        columns = {
+            "question_column": self.question_column,
+            "answer_column": self.answer_column,
+            "messages_column": self.messages_column,
+        }
+        for (first, left), (second, right) in itertools.combinations(columns.items(), 2):
+            if left is not None and left == right:
+                raise ValueError(
+                    f"task {self.name}: {first} and {second} are both {left!r}; one would stand in the other. Name two"
+                    " columns"
+                )
 
 
 TaskConfig = ReasoningGymConfig | DatasetConfig

@@ -21,6 +21,7 @@ from rollforward.rl.errors import TaskError
 from rollforward.rl.tasks.config import DatasetConfig
 from rollforward.rl.tasks.rewards import build_judge
 from rollforward.rl.tasks.rows import Row, Rows, open_rows
+from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, Split, Unscored
 
 _UInt64Array = npt.NDArray[np.uint64]
@@ -36,13 +37,16 @@ class DatasetTask:
     Raises:
         TaskError: a file, a column or a row is not as configured, or there are too few distinct questions.
         RewardError: the reward's function cannot be called.
+        ToolError: a tool cannot be offered.
     """
 
     def __init__(self, config: DatasetConfig) -> None:
         """Check every row, choose the held-out questions, start the reward's process if it has one."""
         self._config = config
         self._owner = f"task {config.name}"
+        self._tools = load_toolset(config)
         digest = hashlib.blake2b(f"{config.name}/{config.system_prompt!r}/".encode(), digest_size=16)
+        digest.update(self._tools.digest)
         self._train = _IndexedRows(config, Path(config.path), self._owner, digest)
         if config.heldout_path is None:
             self._heldout = self._train
@@ -78,8 +82,13 @@ class DatasetTask:
         return self._config.name
 
     @property
+    def options(self) -> DatasetConfig:
+        """Its effort, budget and tools."""
+        return self._config
+
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of the rows of the files and of the held-out questions, wherever the files lie."""
+        """Hex digest of the tools, the rows of the files and the held-out questions, wherever the files lie."""
         return self._fingerprint
 
     def size(self, split: Split) -> int:
@@ -102,7 +111,16 @@ class DatasetTask:
         messages = row.messages
         if self._config.system_prompt is not None:
             messages = (Message(role="system", content=self._config.system_prompt), *messages)
-        return Example(task=self.name, split=split, index=index, messages=messages, answer=row.answer)
+        return Example(
+            task=self.name,
+            split=split,
+            index=index,
+            messages=messages,
+            answer=row.answer,
+            effort=self._config.effort,
+            tools=self._tools.listed,
+            demonstration=row.demonstration,
+        )
 
     def score(self, example: Example, text: str) -> Score | Unscored:
         """Judge an answer by the configured reward; see `Task.score`."""
@@ -117,7 +135,11 @@ class _IndexedRows:
         self.path = path
         self._config, self._owner = config, owner
         self._rows: Rows = open_rows(
-            path, question_column=config.question_column, answer_column=config.answer_column, owner=owner
+            path,
+            question_column=config.question_column,
+            answer_column=config.answer_column,
+            messages_column=config.messages_column,
+            owner=owner,
         )
         hashes = array("Q")
         for index, row in enumerate(self._rows.scan()):
@@ -128,8 +150,7 @@ class _IndexedRows:
                     " away"
                 )
             hashes.append(_question_hash(row, config.seed))
-            turns = [(message.role, message.content, message.reasoning) for message in row.messages]
-            digest.update(msgspec.json.encode((turns, row.answer)) + b"\n")
+            digest.update(msgspec.json.encode((row.messages, row.answer, row.demonstration)) + b"\n")
         self.hashes: _UInt64Array = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
 
     def row(self, index: int) -> Row:

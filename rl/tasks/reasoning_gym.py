@@ -17,11 +17,12 @@ from typing import Any, Final
 
 import msgspec
 
-from rollforward.model.messages import Message
+from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
 from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.answers import read_answer
 from rollforward.rl.tasks.config import ReasoningGymConfig
+from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 
 _CANDIDATES_PER_EXAMPLE: Final = 32
@@ -47,12 +48,14 @@ class ReasoningGymTask:
 
     Raises:
         TaskError: no such dataset or parameter (the message has the nearest), a value that the library refuses, or too
-            few distinct questions.
+            few distinct questions; or a demonstration that the questions or the tool do not allow.
+        ToolError: a tool cannot be offered.
     """
 
     def __init__(self, config: ReasoningGymConfig) -> None:
         """Import the library, make the two datasets and choose the held-out questions."""
         self._config = config
+        self._tools = load_toolset(config)
         num_train_items = config.train_size * _CANDIDATES_PER_EXAMPLE
         num_heldout_items = config.heldout_size * _CANDIDATES_PER_EXAMPLE
         first_seed = derive_key("reasoning_gym", config.dataset, config.seed) >> 33  # 31 bits: some datasets take 32
@@ -62,6 +65,8 @@ class ReasoningGymTask:
         digest = hashlib.blake2b(msgspec.json.encode(config, order="deterministic"), digest_size=16)
         for question in sorted(self._heldout_questions):
             digest.update(question.encode("utf-8") + b"\0")
+        digest.update(self._tools.digest)
+        self._check_demonstration()
         self._fingerprint = digest.hexdigest()
 
     @property
@@ -70,8 +75,13 @@ class ReasoningGymTask:
         return self._config.name
 
     @property
+    def options(self) -> ReasoningGymConfig:
+        """Its effort, budget and tools."""
+        return self._config
+
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of the configuration and of the held-out questions."""
+        """Hex digest of the configuration, the tools and the held-out questions."""
         return self._fingerprint
 
     def size(self, split: Split) -> int:
@@ -94,6 +104,9 @@ class ReasoningGymTask:
             index=index,
             messages=(Message(role="user", content=item["question"]),),
             answer=None if answer is None else str(answer),
+            effort=self._config.effort,
+            tools=self._tools.listed,
+            demonstration=self._demonstration(item),
         )
 
     def score(self, example: Example, text: str) -> Score:
@@ -130,6 +143,37 @@ class ReasoningGymTask:
             f"task {self.name}: {_CANDIDATES_PER_EXAMPLE} questions in a row are held out, so {self._config.dataset} "
             "has hardly more distinct questions "
             f"than heldout_size = {self._config.heldout_size}. Lower it, or widen the dataset's params."
+        )
+
+    def _check_demonstration(self) -> None:
+        """Refuse a parameter that the tool has not, and metadata that the questions have not."""
+        demonstrate = self._config.demonstrate
+        if demonstrate is None:
+            return
+        parameters = next(one.parameters for one in self._tools.specs if one.name == demonstrate.tool)
+        known = parameters["properties"]
+        if demonstrate.argument not in known:
+            raise TaskError(
+                f"task {self.name}: demonstrate.argument is {demonstrate.argument!r}, which {demonstrate.tool} does not"
+                f" take. {_nearest(demonstrate.argument, known)}"
+            )
+        metadata = self._item(0, "heldout")["metadata"]
+        if demonstrate.metadata not in metadata:
+            raise TaskError(
+                f"task {self.name}: questions of {self._config.dataset} have no metadata {demonstrate.metadata!r}."
+                f" {_nearest(demonstrate.metadata, metadata)}"
+            )
+
+    def _demonstration(self, item: dict[str, Any]) -> tuple[Message, ...] | None:
+        demonstrate = self._config.demonstrate
+        if demonstrate is None or item["answer"] is None:
+            return None
+        arguments = msgspec.json.encode({demonstrate.argument: item["metadata"][demonstrate.metadata]}).decode()
+        answer = str(item["answer"])
+        return (
+            Message(role="assistant", content="", tool_calls=(ToolCall(name=demonstrate.tool, arguments=arguments),)),
+            Message(role="tool", content=answer),
+            Message(role="assistant", content=answer),
         )
 
     def _choose_heldout(self, num_items: int) -> tuple[tuple[int, ...], frozenset[str]]:

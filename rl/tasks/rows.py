@@ -1,6 +1,6 @@
 """The rows of a user's file: checked at the start, read one at a time, never all of them in Python objects.
 
-A .jsonl file stays on disk: its index is one offset a row, and a row is read and decoded when it is asked for. The two
+A .jsonl file stays on disk: its index is one offset a row, and a row is read and decoded when it is asked for. The
 columns of a .parquet file, which cannot be read a row at a time, are held as Arrow buffers. Which rows are trained on
 and which are held out is in `dataset.py`.
 """
@@ -9,7 +9,7 @@ import difflib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import msgspec
 
@@ -29,6 +29,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked, as it stands in the file; the last message is the user's."""
     answer: str | None
     """The right answer; None where the file has none."""
+    demonstration: tuple[Message, ...] | None = None
+    """Turns to learn from; None where the file has none."""
 
 
 class Rows(Protocol):
@@ -47,12 +49,15 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(path: Path, *, question_column: str, answer_column: str | None, owner: str) -> Rows:
+def open_rows(
+    path: Path, *, question_column: str, answer_column: str | None, messages_column: str | None = None, owner: str
+) -> Rows:
     """The rows of a file, of the format that its name ends with.
 
     Args:
         path: .jsonl or .parquet.
-        question_column, answer_column: where question and answer are; no answers where None.
+        question_column, answer_column, messages_column: where question, answer and turns to learn from are; None
+            where the file has none.
         owner: begins every error message, such as `task sums`.
 
     Raises:
@@ -62,7 +67,7 @@ def open_rows(path: Path, *, question_column: str, answer_column: str | None, ow
         raise TaskError(
             f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"
         )
-    columns = _Columns(path, question_column, answer_column, owner)
+    columns = _Columns(path, question_column, answer_column, messages_column, owner)
     match path.suffix.lower():
         case ".jsonl":
             return JsonlRows(columns)
@@ -78,13 +83,13 @@ def open_rows(path: Path, *, question_column: str, answer_column: str | None, ow
 class _Columns:
     """Names of the columns, and what is done with their values, whatever the format."""
 
-    def __init__(self, path: Path, question: str, answer: str | None, owner: str) -> None:
-        self.path, self.question, self.answer, self._owner = path, question, answer, owner
+    def __init__(self, path: Path, question: str, answer: str | None, turns: str | None, owner: str) -> None:
+        self.path, self.question, self.answer, self.turns, self._owner = path, question, answer, turns, owner
 
     @property
     def names(self) -> list[str]:
         """The columns that are read."""
-        return [self.question] if self.answer is None else [self.question, self.answer]
+        return [name for name in (self.question, self.answer, self.turns) if name is not None]
 
     def fault(self, what: str, row: int | None = None) -> TaskError:
         """An error about this file, or about one row of it, counted from 1 as editors do."""
@@ -92,10 +97,12 @@ class _Columns:
         return TaskError(f"{self._owner}: {place}: {what}")
 
     def absent(self, column: str, have: list[str], row: int | None = None) -> TaskError:
-        setting = "question_column" if column == self.question else "answer_column"
+        settings = {self.answer: "answer_column", self.turns: "messages_column", self.question: "question_column"}
         close = difflib.get_close_matches(column, have, n=1, cutoff=0.5)
         found = f"the nearest is {close[0]!r}" if close else f"it has {', '.join(map(repr, have)) or 'none'}"
-        return self.fault(f"there is no column {column!r}; {found}. Set {setting} to a column of the file", row)
+        return self.fault(
+            f"there is no column {column!r}; {found}. Set {settings[column]} to a column of the file", row
+        )
 
     def read(self, values: dict[str, Any], row: int) -> Row:
         """The checked row of these values.
@@ -104,22 +111,16 @@ class _Columns:
             TaskError: a value is of the wrong type or empty.
         """
         answer = None if self.answer is None else self._answer(values[self.answer], row)
-        return Row(messages=self._messages(values[self.question], row), answer=answer)
+        turns = None if self.turns is None else self._turns(self.turns, values[self.turns], row)
+        return Row(messages=self._question(values[self.question], row), answer=answer, demonstration=turns)
 
-    def _messages(self, value: Any, row: int) -> tuple[Message, ...]:
-        try:
-            if isinstance(value, str):
-                messages = (Message(role="user", content=value),)
-            elif isinstance(value, list):
-                messages = msgspec.convert([_without_nulls(one) for one in value], tuple[Message, ...])
-            else:
-                raise self._wrong_type(self.question, value, "a text or a list of messages", row)
-        except msgspec.ValidationError as error:
-            raise self.fault(
-                f"column {self.question!r} is no list of messages: {error}. Each has a role, one of system, user and"
-                " assistant, and a text as content",
-                row,
-            ) from None
+    def _question(self, value: Any, row: int) -> tuple[Message, ...]:
+        if isinstance(value, str):
+            messages = (Message(role="user", content=value),)
+        elif isinstance(value, list):
+            messages = self._messages(self.question, cast("list[object]", value), row)
+        else:
+            raise self._wrong_type(self.question, value, "a text or a list of messages", row)
         if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
             raise self.fault(
                 f"column {self.question!r} is {_shown(value)}; it must end with what the user asks. Correct the row or"
@@ -127,6 +128,47 @@ class _Columns:
                 row,
             )
         return messages
+
+    def _turns(self, column: str, value: Any, row: int) -> tuple[Message, ...]:
+        if not isinstance(value, list):
+            raise self._wrong_type(column, value, "a list of messages", row)
+        messages = self._messages(column, cast("list[object]", value), row)
+        roles = [message.role for message in messages]
+        if not roles or roles[0] != "assistant" or roles[-1] != "assistant" or {*roles} - {"assistant", "tool"}:
+            raise self.fault(
+                f"column {column!r} has messages of the roles {', '.join(roles) or 'none'}; they must be assistant and"
+                " tool, and begin and end with assistant. What comes before the first answer belongs into the question",
+                row,
+            )
+        for index, message in enumerate(messages[:-1]):
+            if message.role != "assistant":
+                continue
+            num_results = next(count for count, role in enumerate(roles[index + 1 :]) if role == "assistant")
+            if num_results != len(message.tool_calls) or not num_results:
+                raise self.fault(
+                    f"column {column!r}: message {index + 1} has {len(message.tool_calls)} tool_calls and is followed"
+                    f" by {num_results} messages of the role tool; each call has one result, and a message that is"
+                    " followed by another has calls. Correct the row or leave it out",
+                    row,
+                )
+        if messages[-1].tool_calls:
+            raise self.fault(
+                f"column {column!r}: the last message has tool_calls that nothing answers. Add the results and the"
+                " answer, or leave the row out",
+                row,
+            )
+        return messages
+
+    def _messages(self, column: str, value: list[object], row: int) -> tuple[Message, ...]:
+        try:
+            return msgspec.convert([_without_nulls(one) for one in value], tuple[Message, ...])
+        except msgspec.ValidationError as error:
+            raise self.fault(
+                f"column {column!r} is no list of messages: {error}. Each has a role, one of system, user, assistant"
+                " and tool, and a text as content; an assistant's may have reasoning and tool_calls, each call a name"
+                ' and arguments, a text such as {"x": 1}',
+                row,
+            ) from None
 
     def _answer(self, value: Any, row: int) -> str:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -241,6 +283,12 @@ class ParquetRows:
             raise self._columns.fault(
                 f"column {question!r} has the type {kind}; it must be a string or a list of messages. Convert it, or"
                 " set question_column"
+            )
+        turns = self._columns.turns
+        if turns is not None and not (kind := str(schema.field(turns).type)).startswith(("list<", "large_list<")):
+            raise self._columns.fault(
+                f"column {turns!r} has the type {kind}; it must be a list of messages. Convert it, or set"
+                " messages_column"
             )
         if answer is not None and (kind := str(schema.field(answer).type)) not in _TEXTS + _INTEGERS:
             raise self._columns.fault(

@@ -8,8 +8,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from rollforward.model.messages import Message
+from rollforward.model.messages import Message, ReasoningEffort
+from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rollout.types import FailureType
+from rollforward.sandbox.types import ToolSpec
 
 Split = Literal["train", "heldout"]
 """Which questions: those that are trained on, or those that are kept to measure with. No text of a question is in both.
@@ -50,6 +52,12 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """What the model is asked."""
     answer: str | None
     """A right answer, to learn from; None where the task has only a verifier."""
+    effort: ReasoningEffort = "non-think"
+    """How long the model may reason."""
+    tools: tuple[ToolSpec, ...] = ()
+    """Tools that the prompt lists; the task may have others."""
+    demonstration: tuple[Message, ...] | None = None
+    """Turns to learn from instead of the bare answer: messages of the assistant, the last one too, and of tools."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +104,13 @@ class Task(Protocol):
         ...
 
     @property
+    def options(self) -> TaskOptions:
+        """Its effort, budget and tools."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of the configuration and of the held-out questions; a resumed run compares it."""
+        """Hex digest of the configuration, the tools and the held-out questions; a resumed run compares it."""
         ...
 
     def size(self, split: Split) -> int:

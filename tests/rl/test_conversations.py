@@ -7,19 +7,23 @@ import numpy as np
 import pytest
 
 from rollforward.model.encoding import ChatEncoding
-from rollforward.model.messages import Message
+from rollforward.model.messages import Message, ToolCall
 from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
 from rollforward.rl.conversations import ConversationSource, PackedConversations, solved_messages, tokenizer_texts
 from rollforward.rl.errors import CursorError, TaskError
+from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+from rollforward.sandbox.config import ToolConfig
 
 
 class Copies:
     """A task of questions of different lengths, each answered by itself."""
 
     name = "copies"
+    options = TaskOptions(name="copies")
     fingerprint = "copies"
     demonstrated = True
+    demonstration: tuple[Message, ...] | None = None
 
     def size(self, split: Split) -> int:
         return 30
@@ -32,6 +36,8 @@ class Copies:
             index=index,
             messages=(Message(role="user", content=text),),
             answer=text if self.demonstrated else None,
+            effort=self.options.effort,
+            demonstration=self.demonstration,
         )
 
     def score(self, example: Example, text: str) -> Score:
@@ -46,8 +52,8 @@ def encoding() -> ChatEncoding:
 LIMITS = {"seed": 3, "max_tokens": 64, "max_prompt_tokens": 64, "max_answer_tokens": 64}
 
 
-def source(**changes: Any) -> ConversationSource:
-    return ConversationSource([Copies()], encoding(), **(LIMITS | changes))
+def source(task: Copies | None = None, **changes: Any) -> ConversationSource:
+    return ConversationSource([task or Copies()], encoding(), **(LIMITS | changes))
 
 
 def sequences(batch: PackedConversations) -> list[tuple[int, ...]]:
@@ -127,3 +133,60 @@ def test_a_question_without_an_answer_is_an_error() -> None:
     task.demonstrated = False
     with pytest.raises(TaskError, match="has no written answer, only a verifier"):
         solved_messages(task.example(1))
+
+
+def calling() -> Copies:
+    """The task shown with a tool: a call, its result, the answer."""
+    task = Copies()
+    task.options = TaskOptions(name="copies", tools=(ToolConfig(name="copy"),), max_turns=2, max_observation_tokens=32)
+    task.demonstration = (
+        Message(role="assistant", content="", tool_calls=(ToolCall(name="copy", arguments='{"text":"a"}'),)),
+        Message(role="tool", content="result"),
+        Message(role="assistant", content="a"),
+    )
+    return task
+
+
+def test_a_demonstration_is_learned_with_its_calls_and_without_their_results() -> None:
+    batches, _ = source(calling(), max_tokens=512, max_answer_tokens=256).draw(source(calling()).start(), 1)
+    trained: list[list[int]] = []
+    for target, is_trained, before in zip(
+        batches[0].target_ids_T.tolist(),
+        batches[0].trained_mask_T.tolist(),
+        [False, *batches[0].trained_mask_T.tolist()],
+        strict=False,
+    ):
+        if is_trained:
+            trained += [] if before else [[]]
+            trained[-1].append(target)
+    turns = [encoding().tokenizer.decode(ids) for ids in trained]
+    assert 'invoke name="copy"' in turns[0]
+    assert turns[0].endswith("</｜DSML｜tool_calls><｜end▁of▁sentence｜>")
+    assert turns[1] == "a<｜end▁of▁sentence｜>"
+    assert "result" not in "".join(turns)
+    assert "<tool_result>result</tool_result>" in encoding().tokenizer.decode(batches[0].token_ids_T.tolist())
+
+
+def test_the_effort_of_a_task_opens_its_conversations() -> None:
+    task = Copies()
+    task.options = TaskOptions(name="copies", effort="low")
+    batches, _ = source(task).draw(source(task).start(), 1)
+    assert "<｜Assistant｜><think></think>" in encoding().tokenizer.decode(batches[0].token_ids_T.tolist())
+
+
+def test_what_tools_say_may_come_to_the_prompt() -> None:
+    task = calling()
+    assert task.options.max_observed_tokens == 32
+    limits = {"max_tokens": 512, "max_answer_tokens": 256}
+    whole = encoding().encode_conversation(solved_messages(task.example(1)))
+    num_untrained = len(whole.token_ids) - sum(whole.trained_mask)
+    source(task, max_prompt_tokens=num_untrained - 32 + 8, **limits).draw(source(task).start(), 1)
+    with pytest.raises(TaskError, match=r"max_observation_tokens \* \(max_turns - 1\), together"):
+        source(task, max_prompt_tokens=num_untrained - 32 - 8, **limits).draw(source(task).start(), 8)
+
+
+def test_a_tasks_own_budget_goes_before_the_runs() -> None:
+    task = Copies()
+    task.options = TaskOptions(name="copies", max_new_tokens=2)
+    with pytest.raises(TaskError, match="more than the task's max_new_tokens = 2"):
+        source(task).draw(source(task).start(), 30)

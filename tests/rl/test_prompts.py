@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rollforward.model.messages import Message
 from rollforward.rl.errors import CursorError
 from rollforward.rl.prompts import DataCursor, PromptSource
+from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 
 
@@ -18,6 +19,7 @@ class Numbers:
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
+        self.options = TaskOptions(name=name)
         self.fingerprint = f"{name} {size}"
         self._size = size
 

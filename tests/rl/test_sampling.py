@@ -1,26 +1,44 @@
-"""Proves: requests carry identities, seeds and prompts of the contract; what was sampled is what is trained; failures
-have
-no score."""
+"""Proves: requests carry identities, seeds, prompts, budgets and tools of their tasks; what was sampled is what is
+trained, over several turns too; failures have no score.
+"""
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import Message
+from rollforward.model.metrics import metric_values
 from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
 from rollforward.rl.errors import TaskError
-from rollforward.rl.sampling import PromptEncoder, build_groups, describe_unscored, group_requests, score_completions
+from rollforward.rl.metrics import turn_metrics
+from rollforward.rl.sampling import (
+    PromptEncoder,
+    build_groups,
+    describe_unscored,
+    group_requests,
+    length_penalty,
+    read_turns,
+    score_completions,
+    shuffle_rewards,
+)
+from rollforward.rl.tasks.config import LengthPenalty, TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Unscored
 from rollforward.rollout.types import (
     Completion,
     FailureType,
+    Group,
+    KeptSets,
     RequestId,
     SamplingParams,
     StopReason,
+    ToolUse,
+    Trajectory,
     request_seed,
 )
+from rollforward.sandbox.config import ToolConfig
 
 
 class _Echo:
@@ -28,7 +46,12 @@ class _Echo:
 
     name = "echo"
 
+    def __init__(self, **options: Any) -> None:
+        self.options = TaskOptions(name="echo", **options)
+        self.texts: list[str] = []
+
     def score(self, example: Example, text: str) -> Score:
+        self.texts.append(text)
         right = text == example.messages[-1].content
         return Score(value=float(right), reason=ScoreReason.CORRECT if right else ScoreReason.WRONG)
 
@@ -47,9 +70,10 @@ def _example(text: str, index: int) -> Example:
 EXAMPLES = [_example("one", 0), _example("two", 1)]
 
 
-def _requests(encoder: PromptEncoder, **changes: Any) -> Any:
+def _requests(encoder: PromptEncoder, task: Any = None, **changes: Any) -> Any:
     values: dict[str, Any] = {"step": 5, "group_size": 2, "run_seed": 11, "policy_version": 5} | changes
-    return group_requests(EXAMPLES, encoder, sampling=SamplingParams(max_new_tokens=4), **values)
+    tasks = {"echo": task or _Echo()}
+    return group_requests(EXAMPLES, encoder, tasks, sampling=SamplingParams(max_new_tokens=4), **values)
 
 
 def test_requests_are_in_training_order_with_the_seeds_of_the_contract(encoder: PromptEncoder) -> None:
@@ -88,7 +112,7 @@ def test_what_was_sampled_is_what_is_trained(encoder: PromptEncoder) -> None:
     completions = [_completion(*parts) for parts in zip(requests, answers, failures, strict=True)]
     scores = score_completions(EXAMPLES, completions, encoder, {"echo": _Echo()})  # type: ignore[dict-item]
     assert [getattr(score, "value", None) for score in scores] == [1.0, 0.0, None, 1.0]
-    groups = build_groups(EXAMPLES, requests, completions, scores)
+    groups = build_groups(EXAMPLES, requests, completions, scores, {"echo": _Echo()})  # type: ignore[dict-item]
     assert [(group.step, group.prompt, len(group.trajectories)) for group in groups] == [(5, 0, 2), (5, 1, 2)]
     first = groups[0].trajectories[0]
     prompt = requests[0].prompt_ids.tolist()
@@ -123,9 +147,8 @@ def test_a_failed_verifier_leaves_no_score_and_a_deadline_is_a_counted_0(encoder
         Unscored(failure=FailureType.DATA, detail="no number"),
     )
     scores = score_completions(EXAMPLES, completions, encoder, {"echo": _Failing(*results)})  # type: ignore[dict-item]
-    trajectories = [
-        one for group in build_groups(EXAMPLES, requests, completions, scores) for one in group.trajectories
-    ]
+    groups = build_groups(EXAMPLES, requests, completions, scores, {"echo": _Echo()})  # type: ignore[dict-item]
+    trajectories = [one for group in groups for one in group.trajectories]
     assert [one.reward for one in trajectories] == [None, 0.0, 0.0, None]
     assert [one.failure for one in trajectories] == [FailureType.INFRA, FailureType.TIMEOUT, None, FailureType.DATA]
     assert [one.is_excluded for one in trajectories] == [True, False, False, True]
@@ -138,3 +161,151 @@ def test_a_failed_verifier_leaves_no_score_and_a_deadline_is_a_counted_0(encoder
 def test_a_failure_that_is_scored_is_no_reason_to_have_no_score() -> None:
     with pytest.raises(ValueError, match="only infra and data have none"):
         Unscored(failure=FailureType.TIMEOUT, detail="late")
+
+
+def test_a_task_gives_its_own_budget_and_tools(encoder: PromptEncoder) -> None:
+    plain = _requests(encoder)[0]
+    assert (plain.sampling.max_new_tokens, plain.tools, plain.record_routes) == (4, None, False)
+    task = _Echo(max_new_tokens=9, tools=(ToolConfig(name="calculator"),), max_turns=3, max_observation_tokens=40)
+    request = _requests(encoder, task, record_routes=True)[0]
+    assert request.sampling.max_new_tokens == 9
+    assert request.tools == ToolUse(task="echo", max_turns=3, max_observation_tokens=40)
+    assert request.record_routes
+    assert request.max_tokens == request.prompt_ids.size + 9 + 2 * 40
+
+
+def test_the_effort_of_an_example_opens_its_prompt(encoder: PromptEncoder) -> None:
+    example = msgspec.structs.replace(EXAMPLES[0], effort="low")
+    tokenizer = encoder._encoding.tokenizer
+    assert encoder.prompt_ids(example)[-1] == tokenizer.control_id("<think>")
+    assert encoder.prompt_ids(EXAMPLES[0])[-1] == tokenizer.control_id("</think>")
+
+
+CALL = '<｜DSML｜tool_calls><｜DSML｜invoke name="calculator"></｜DSML｜invoke></｜DSML｜tool_calls>'
+
+
+def _two_turns(encoder: PromptEncoder, request: Any) -> Completion:
+    """A call, what the tool says, the answer "one"."""
+    encoding = encoder._encoding
+    eos = encoding.tokenizer.eos_id
+    call = [*encoding.tokenizer.encode(CALL), eos]
+    observation = encoding.encode_observation(["1"])
+    answer = [*encoding.tokenizer.encode("one"), eos]
+    sampled = np.array([True] * len(call) + [False] * len(observation) + [True] * len(answer))
+    ids = np.array([*call, *observation, *answer], np.int32)
+    num_tokens = request.prompt_ids.size + ids.size
+    return Completion(
+        id=request.id,
+        token_ids=ids,
+        sampled_mask=sampled,
+        behavior_logprobs=np.where(sampled, np.float32(-0.5), np.float32(0.0)),
+        routes=np.arange(num_tokens * 2, dtype=np.int16).reshape(num_tokens, 1, 2),
+        kept=KeptSets(counts_T=sampled.astype(np.int32), token_ids=ids[sampled]),
+        policy_version=5,
+        stop_reason=StopReason.EOS,
+    )
+
+
+def test_the_last_turn_is_judged_and_every_turn_trained(encoder: PromptEncoder) -> None:
+    task = _Echo(tools=(ToolConfig(name="calculator"),))
+    tasks: Any = {"echo": task}
+    request = _requests(encoder, task)[0]
+    completion = _two_turns(encoder, request)
+    scores = score_completions(EXAMPLES, [completion], encoder, tasks)
+    assert (task.texts, scores[0].value) == (["one"], 1.0)  # type: ignore[union-attr]
+    trajectory = build_groups(EXAMPLES, [request], [completion], scores, tasks)[0].trajectories[0]
+    num_prompt = request.prompt_ids.size
+    assert trajectory.trained_mask_T.tolist() == [False] * num_prompt + completion.sampled_mask.tolist()
+    assert trajectory.routes_TLK is completion.routes
+    assert trajectory.kept is not None
+    assert trajectory.kept.counts_T.tolist() == [0] * num_prompt + completion.sampled_mask.astype(int).tolist()
+    assert encoder.transcript(completion).endswith("<tool_result>1</tool_result><｜Assistant｜></think>one")
+    turns = read_turns(EXAMPLES, [completion], encoder)[0]
+    assert [[call.name for call in turn.calls] for turn in turns] == [["calculator"], []]
+    values = metric_values(turn_metrics([turns, turns[1:]]))
+    assert (values["num_turns/mean"], values["tool_call_counts/mean"], values["failure/parse/rate"]) == (1.5, 0.5, 0.0)
+
+
+def test_reasoning_without_an_end_is_judged_as_reasoning(encoder: PromptEncoder) -> None:
+    task = _Echo()
+    examples = [msgspec.structs.replace(example, effort="low") for example in EXAMPLES]
+    request = _requests(encoder)[0]
+    completion = _completion(request, encoder._encoding.tokenizer.encode("one"))
+    score_completions(examples, [completion], encoder, {"echo": task})  # type: ignore[dict-item]
+    assert task.texts == ["<think>one"]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0)])
+def test_the_punishment_of_length_by_hand(num_tokens: int, expected: float) -> None:
+    assert length_penalty(num_tokens, 10, 4) == expected
+
+
+def test_the_punishment_counts_sampled_tokens_against_the_tasks_budget(encoder: PromptEncoder) -> None:
+    task = _Echo(max_new_tokens=10, length_penalty=LengthPenalty(buffer_tokens=4))
+    requests = _requests(encoder, task)[:2]
+    sampled = np.array([True] * 7 + [False] * 9)
+    completions = [
+        Completion(
+            id=request.id,
+            token_ids=np.full(16, 20, np.int32),
+            sampled_mask=sampled,
+            behavior_logprobs=np.where(sampled, np.float32(-0.5), np.float32(0.0)),
+            policy_version=5,
+            stop_reason=StopReason.EOS,
+        )
+        for request in requests
+    ]
+    scores = [
+        Score(value=1.0, reason=ScoreReason.CORRECT),
+        Unscored(failure=FailureType.INFRA, detail="the judge is away"),
+    ]
+    tasks: Any = {"echo": task}
+    groups = build_groups(EXAMPLES, requests, completions, scores, tasks)
+    assert [one.reward for one in groups[0].trajectories] == [0.75, None]
+
+
+def _group(prompt: int, rewards: list[float | None], step: int = 3) -> Group:
+    return Group(
+        step=step,
+        prompt=prompt,
+        trajectories=tuple(
+            Trajectory(
+                id=RequestId(step, prompt, member),
+                task="echo",
+                token_ids_T=np.array([7, 8], np.int32),
+                trained_mask_T=np.array([False, True]),
+                behavior_logprobs_T=np.zeros(2, np.float32),
+                policy_version=step,
+                reward=reward,
+                stop_reason=StopReason.EOS,
+                failure=FailureType.INFRA if reward is None else None,
+            )
+            for member, reward in enumerate(rewards)
+        ),
+    )
+
+
+def _rewards(groups: list[Group]) -> list[float | None]:
+    ordered = sorted((one for group in groups for one in group.trajectories), key=lambda one: one.id)
+    return [one.reward for one in ordered]
+
+
+def test_shuffled_rewards_are_those_of_the_step_by_seed_and_step() -> None:
+    rewards: list[float | None] = [float(index) for index in range(40)]
+    rewards[5] = None
+    groups = [_group(0, rewards[:20]), _group(1, rewards[20:])]
+    shuffled = shuffle_rewards(groups, run_seed=1)
+    assert _rewards(groups) == rewards
+    assert _rewards(shuffled) != rewards
+    assert sorted(filter(None, _rewards(shuffled))) == sorted(filter(None, rewards))
+    assert _rewards(shuffled)[5] is None
+    backwards = [msgspec.structs.replace(one, trajectories=one.trajectories[::-1]) for one in groups[::-1]]
+    assert _rewards(shuffle_rewards(backwards, run_seed=1)) == _rewards(shuffled)
+    assert _rewards(shuffle_rewards(groups, run_seed=2)) != _rewards(shuffled)
+    later = [_group(0, rewards[:20], 4), _group(1, rewards[20:], 4)]
+    assert _rewards(shuffle_rewards(later, run_seed=1)) != _rewards(shuffled)
+
+
+def test_a_step_without_a_reward_has_nothing_to_shuffle() -> None:
+    groups = [_group(0, [None, None])]
+    assert shuffle_rewards(groups, run_seed=1) == groups

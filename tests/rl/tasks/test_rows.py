@@ -92,7 +92,7 @@ GOOD = {QUESTION: "a", ANSWER: "b"}
         ('{"question": " ", "answer": "b"}', "it must end with what the user asks"),
         ('{"question": [], "answer": "b"}', "it must end with what the user asks"),
         ('{"question": [{"role": "user"}], "answer": "b"}', "no list of messages: Object missing.*`content`"),
-        ('{"question": [{"role": "judge", "content": "a"}], "answer": "b"}', "one of system, user and assistant"),
+        ('{"question": [{"role": "judge", "content": "a"}], "answer": "b"}', "one of system, user, assistant and tool"),
         ('{"question": [{"role": "assistant", "content": "a"}], "answer": "b"}', "must end with what the user asks"),
         ('{"question": ["a"], "answer": "b"}', "no list of messages"),
         ('{"question": "a", "answer": 0.5}', r"'answer' is 0\.5, of type float; it must be a text or a whole number"),
