@@ -8,6 +8,7 @@ installed.
 
 import asyncio
 import contextlib
+import logging
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -165,6 +166,8 @@ def _run_dir(words: Sequence[str]) -> str | None:
 
 
 def _client(address: str) -> JobSubmissionClient:
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(address)
     except AuthenticationError as error:
@@ -174,8 +177,9 @@ def _client(address: str) -> JobSubmissionClient:
 
 
 def _told(error: Exception) -> str:
-    """The first line of what Ray says."""
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first sentence of what Ray says."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line.partition(". ")[0].rstrip(".") for line in lines if line), type(error).__name__)
 
 
 async def _follow(client: JobSubmissionClient, job: str) -> None:
