@@ -160,3 +160,57 @@ def test_the_schema_imports_neither_torch_nor_ray() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (finished.returncode, finished.stderr) == (0, "")
+
+
+CALCULATOR = {"name": "calculator"}
+WITH_TOOLS = TASK | {"tools": [CALCULATOR], "max_turns": 3, "max_observation_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"effort": "medium"}, r"Invalid enum value 'medium'"),
+        ({"max_new_tokens": 0}, r">= 1"),
+        ({"max_turns": 1}, r">= 2"),
+        ({"tools": [{"name": "a b"}]}, r"matching regex"),
+        ({"tools": [CALCULATOR, CALCULATOR]}, r"2 tools are named 'calculator'.*Rename all but one"),
+        (
+            {"demonstrate": {"tool": "calc", "argument": "a", "metadata": "b"}, "tools": [CALCULATOR]},
+            r"demonstrate\.tool is 'calc'; it must be one of the task's tools, which are calculator\. Add it to tools",
+        ),
+        (
+            {"length_penalty": {"buffer_tokens": 65}},
+            r"task sum: length_penalty\.buffer_tokens is 65, but a completion has at most 64.*Set it to 64 or less",
+        ),
+        (
+            {"length_penalty": {"buffer_tokens": 9}, "max_new_tokens": 8},
+            r"length_penalty\.buffer_tokens is 9, but a completion has at most 8",
+        ),
+        ({"max_new_tokens": 513}, r"max_prompt_tokens \+ max_new_tokens of sum = 512 \+ 513 = 1025 tokens"),
+        (
+            {"max_new_tokens": 512, "tools": [CALCULATOR], "max_turns": 2, "max_observation_tokens": 33},
+            r"\(max_turns - 1\) \* max_observation_tokens of sum = 512 \+ 512 \+ 33 = 1057 tokens"
+            r".*Set micro_batch_tokens=1057",
+        ),
+    ],
+)
+def test_wrong_options_of_a_task_are_refused_with_the_way_out(task: dict[str, Any], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(_merged(RL, "tasks", [TASK | task]), RLRun)
+
+
+def test_options_of_a_task_decode_for_every_verb() -> None:
+    for root, base in ((RLRun, RL), (SFTRun, SFT | {"max_answer_tokens": 64}), (EvalRun, EVAL)):
+        task = msgspec.convert(_merged(base, "tasks", [WITH_TOOLS]), root).tasks[0]
+        assert task.max_observed_tokens == 80
+        assert (task.budget(64), task.list_tools, task.effort) == (64, True, "non-think")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"question_column": "a", "answer_column": "a"}, {"messages_column": "question"}, {"messages_column": "answer"}],
+)
+def test_a_column_has_one_meaning(columns: dict[str, str]) -> None:
+    task = {"type": "dataset", "name": "mine", "path": "a.jsonl", "reward": {"type": "exact"}}
+    with pytest.raises(msgspec.ValidationError, match="Name two columns"):
+        msgspec.convert(_merged(RL, "tasks", [task | columns]), RLRun)

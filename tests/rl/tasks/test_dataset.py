@@ -14,11 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollforward.model.messages import Message
+from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
 from rollforward.rl.tasks.config import DatasetConfig, ExactReward, PythonReward, TaskConfig
 from rollforward.rl.tasks.registry import build_task
 from rollforward.rl.tasks.types import Task
+from rollforward.sandbox.config import ToolConfig
+from rollforward.sandbox.errors import ToolError
 
 
 def write(path: Path, questions: list[str]) -> Path:
@@ -160,3 +162,47 @@ def test_a_configuration_is_told_apart_by_its_type() -> None:
 def test_a_wrong_configuration_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.convert(DOCUMENT | changes, TaskConfig)
+
+
+TOOL = '''def add(a: int, b: int = 1) -> int:
+    """Adds."""
+    return a + b
+'''
+
+
+def test_tools_of_ones_own_are_listed_in_the_prompt_unless_switched_off(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [f"{n}?" for n in range(10)])
+    tool = tmp_path / "tool.py"
+    tool.write_text(TOOL)
+    tools = (ToolConfig(name="add", file=str(tool)),)
+    task = build_task(config(path, tools=tools, effort="low"))
+    example = task.example(0)
+    assert [(one.name, one.description) for one in example.tools] == [("add", "Adds.")]
+    assert (example.effort, task.options.max_turns) == ("low", 4)
+    assert build_task(config(path, tools=tools, list_tools=False)).example(0).tools == ()
+    changed = tmp_path / "changed.py"
+    changed.write_text(TOOL.replace("a + b", "a - b"))
+    other = build_task(config(path, tools=(ToolConfig(name="add", file=str(changed)),), effort="low"))
+    assert other.fingerprint != task.fingerprint == build_task(config(path, tools=tools)).fingerprint
+    with pytest.raises(ToolError, match="has no function 'sub'"):
+        build_task(config(path, tools=(ToolConfig(name="sub", file=str(tool)),)))
+
+
+def test_turns_of_a_row_are_what_is_learned(tmp_path: Path) -> None:
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    lines = [json.dumps({"question": f"{n}?", "answer": "2", "turns": turns}) for n in range(10)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    task = build_task(config(path, messages_column="turns"))
+    call = ToolCall(name="add", arguments='{"a": 1}')
+    assert task.example(3).demonstration == (
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content="2"),
+        Message(role="assistant", content="2"),
+    )
+    assert build_task(config(path)).example(3).demonstration is None
+    assert build_task(config(path)).fingerprint != task.fingerprint

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.config import Demonstration, ReasoningGymConfig, TaskConfig
 from rollforward.rl.tasks.registry import build_task, build_tasks
 from rollforward.rl.tasks.types import ScoreReason, Task
+from rollforward.sandbox.config import ToolConfig
 
 SUMS: dict[str, Any] = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
@@ -190,3 +192,38 @@ def test_other_datasets_work_by_name(dataset: str) -> None:
         example = task.example(index, "heldout")
         assert task.score(example, str(example.answer)).is_correct
         assert not task.score(example, "no idea").is_correct
+
+
+SHOWN = Demonstration(tool="calculator", argument="expression", metadata="expression")
+CALCULATOR = (ToolConfig(name="calculator"),)
+
+
+def test_a_demonstration_calls_the_tool_with_the_questions_metadata() -> None:
+    task = build_task(config(tools=CALCULATOR, demonstrate=SHOWN, effort="high", heldout_size=5))
+    example = task.example(7)
+    expression = example.messages[-1].content.removesuffix(" =").rpartition(": ")[2]
+    assert example.answer == str(eval(expression))
+    call = ToolCall(name="calculator", arguments=msgspec.json.encode({"expression": expression}).decode())
+    assert example.demonstration == (
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content=example.answer),
+        Message(role="assistant", content=example.answer),
+    )
+    assert (example.effort, [one.name for one in example.tools]) == ("high", ["calculator"])
+    assert build_task(config(heldout_size=5)).example(7).demonstration is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"argument": "expresion"},
+            r"demonstrate\.argument is 'expresion', which calculator does not take.*expression",
+        ),
+        ({"metadata": "expr"}, r"questions of chain_sum have no metadata 'expr'\. Nearest: expression"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_shown_is_an_error(changes: dict[str, str], message: str) -> None:
+    shown = msgspec.structs.replace(SHOWN, **changes)
+    with pytest.raises(TaskError, match=message):
+        build_task(config(tools=CALCULATOR, demonstrate=shown, heldout_size=5))

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollforward.model.messages import Message
+from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
 from rollforward.rl.tasks.rows import Row, Rows, open_rows
 
 QUESTION, ANSWER = "question", "answer"
 
 
-def opened(path: Path, *, question: str = QUESTION, answer: str | None = ANSWER) -> Rows:
-    return open_rows(path, question_column=question, answer_column=answer, owner="task mine")
+def opened(path: Path, *, question: str = QUESTION, answer: str | None = ANSWER, turns: str | None = None) -> Rows:
+    return open_rows(path, question_column=question, answer_column=answer, messages_column=turns, owner="task mine")
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -215,3 +215,57 @@ def test_a_row_costs_a_few_bytes_of_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert held_bytes / 20_000 < 24
     assert rows.row(12_345).messages[0].content.startswith("12345 ")
+
+
+CALL = {"name": "calculator", "arguments": '{"expression": "1 + 1"}'}
+TURNS: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "", "reasoning": "Let me see.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+def test_turns_to_learn_from_come_from_both_formats(tmp_path: Path) -> None:
+    expected = Row(
+        messages=(Message(role="user", content="1 + 1?"),),
+        answer="2",
+        demonstration=(
+            Message(role="assistant", content="", reasoning="Let me see.", tool_calls=(ToolCall(**CALL),)),
+            Message(role="tool", content="2"),
+            Message(role="assistant", content="It is 2."),
+        ),
+    )
+    line = {QUESTION: "1 + 1?", ANSWER: "2", "turns": TURNS}
+    check_all(opened(jsonl(tmp_path / "a.jsonl", [line]), turns="turns"), [expected])
+    columns = {name: [value] for name, value in line.items()}
+    check_all(opened(parquet(tmp_path / "a.parquet", columns), turns="turns"), [expected])
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ("2", r"column 'turns' is '2', of type str; it must be a list of messages"),
+        ([], r"messages of the roles none; they must be assistant and tool"),
+        (TURNS[:2], r"roles assistant, tool; they must be assistant and tool, and begin and end with assistant"),
+        ([{"role": "user", "content": "?"}, TURNS[2]], r"roles user, assistant; .*belongs into the question"),
+        ([TURNS[0], TURNS[2]], r"message 1 has 1 tool_calls and is followed by 0 messages of the role tool"),
+        ([TURNS[0], TURNS[1], TURNS[1], TURNS[2]], r"has 1 tool_calls and is followed by 2 messages"),
+        ([TURNS[2], TURNS[2]], r"message 1 has 0 tool_calls and is followed by 0 messages"),
+        ([TURNS[0]], r"the last message has tool_calls that nothing answers"),
+        ([TURNS[0] | {"tool_calls": [CALL | {"arguments": "1 + 1"}]}, *TURNS[1:]], r"no JSON object"),
+        ([TURNS[0] | {"tool_calls": [CALL | {"id": "1"}]}, *TURNS[1:]], r"unknown field `id`"),
+    ],
+)
+def test_bad_turns_are_named_with_the_way_out(tmp_path: Path, turns: Any, message: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{QUESTION: "1 + 1?", ANSWER: "2", "turns": turns}])
+    with pytest.raises(TaskError, match=message) as caught:
+        list(opened(path, turns="turns").scan())
+    assert "a.jsonl, row 1" in str(caught.value)
+
+
+def test_an_absent_or_mistyped_column_of_turns_is_named(tmp_path: Path) -> None:
+    line = {QUESTION: "1 + 1?", ANSWER: "2", "turn": "2"}
+    with pytest.raises(TaskError, match=r"no column 'turns'; the nearest is 'turn'\. Set messages_column"):
+        list(opened(jsonl(tmp_path / "a.jsonl", [line]), turns="turns").scan())
+    with pytest.raises(TaskError, match=r"column 'turn' has the type string; it must be a list of messages"):
+        opened(parquet(tmp_path / "a.parquet", {name: [value] for name, value in line.items()}), turns="turn")
