@@ -19,5 +19,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Prompt tokens of one prefill call."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 2
     """CPU threads of a replica; the learner waits while it computes."""
+    max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
+    """How often a request is begun, the first time included, when damage in the log makes what was sampled useless; one
+    that is damaged once more fails as infra."""
     wal: WalConfig = WalConfig()
     """The token log: what a published token survives, and sizes."""

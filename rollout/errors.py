@@ -53,5 +53,9 @@ class EngineInputError(RolloutError, ValueError):
     """A request cannot be served by this engine (too long, wrong version); the caller fixes it before sending."""
 
 
+class EnvironmentConfigError(RolloutError, ValueError):
+    """Tools are configured so that no turn could be answered; the user changes what the message names."""
+
+
 class WeightsError(RolloutError, RuntimeError):
     """Published weights are damaged or are not what their manifest says; the engine keeps the version it had."""

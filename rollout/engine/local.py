@@ -2,15 +2,20 @@
 
 One step of the loop:
 
-    waiting --admit--> prefilling / decoding --forward--> logits --draw--> tokens --log.append_step--> next step
+    waiting --admit--> prefilling, decoding --forward--> logits --draw--> tokens --log.append_step--> next step
+                            ^                                                |
+                            |                         end of a turn that calls a tool: environment.begin
+                            +-- log.append_observe <-- environment.collect --+
                                                                              |
                                                      finished --log.append_close--> delivered once durable
 
-Members of a group have the same prompt: one of them (the leader) computes its prefill, the others copy its cache. No
-choice made here changes a bit of any completion: rows do not depend on the batch and draws are keyed by seed and
-position.
+A forward mixes sequences that decode with chunks of those that prefill. A sequence keeps its cache while a tool works
+for it, and only when no sequence can run does the engine wait for a tool. Members of a group have the same prompt: one
+of them (the leader) computes its prefill, the others copy its cache. No choice made here changes a bit of any
+completion: rows do not depend on the batch and draws are keyed by seed and position.
 
-Not here: memory ownership (pool.py), a request's state (sequence.py), drawing (sampler.py), the log (rollout/wal.py).
+Not here: the forward (forward.py), memory ownership (pool.py), a request's state (sequence.py), what an earlier process
+logged (resume.py), drawing (draw.py), the log (rollout/wal.py), tools (rollout/tool_environment.py).
 """
 
 from collections import deque
@@ -21,22 +26,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollforward.kernels.loss.logprob import token_logprob
-from rollforward.model.cache import allocate_cache, block_tokens, copy_sequence
+from rollforward.model.cache import block_tokens
 from rollforward.model.config import ModelConfig
-from rollforward.model.precision import PackedTensor, unpack_published
-from rollforward.model.segments import Segment, SegmentBatch
+from rollforward.model.precision import PackedTensor
 from rollforward.model.train_config import Precision
-from rollforward.model.transformer import Transformer
-from rollforward.model.weights import ModelWeights, build_weights
 from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.engine.draw import draw_next, step_routes
+from rollforward.rollout.engine.forward import Chunk, ForwardRunner
 from rollforward.rollout.engine.pool import CachePool
-from rollforward.rollout.engine.sampler import draw_tokens, scaled_logits, signed_seed
-from rollforward.rollout.engine.sequence import Sequence, failed_completion, stop_after
+from rollforward.rollout.engine.resume import LoggedRequests
+from rollforward.rollout.engine.sequence import Sequence, split_sets
+from rollforward.rollout.environment import Environment, Observation
 from rollforward.rollout.errors import EngineError, EngineInputError
-from rollforward.rollout.types import Completion, FailureType, Request, RequestId, StopReason
+from rollforward.rollout.types import Completion, Request, RequestId, StopReason
 from rollforward.rollout.wal import WalWriter
-from rollforward.rollout.wal_recovery import RecoveredLog, RecoveredRequest
+from rollforward.rollout.wal_recovery import RecoveredLog
 
 
 class LocalEngine:
@@ -54,6 +58,7 @@ class LocalEngine:
         config: RolloutConfig,
         log: WalWriter,
         recovered: RecoveredLog,
+        environment: Environment | None = None,
     ) -> None:
         """Allocate nothing yet; the cache is sized by the first requests.
 
@@ -63,18 +68,16 @@ class LocalEngine:
             config: batching limits.
             log: this replica's open log.
             recovered: what the log held when it was opened; finished requests are answered from it.
+            environment: answers the turns of requests with tools; the caller closes it. None refuses such requests.
         """
         self._model_config = model_config
-        self._transformer = Transformer(model_config, precision)
         self._config = config
         self._log = log
-        self._recovered = dict(recovered.requests)
-        self._failed = dict(recovered.failed)
-        self._values: dict[str, Tensor] = {}
-        self._weights: ModelWeights | None = None
+        self._logged = LoggedRequests(recovered, log, max_attempts=config.max_attempts)
+        self._environment = environment
+        self._forward = ForwardRunner(model_config, precision)
         self._policy_version: int | None = None
         self._pool = CachePool(num_slots=0, num_blocks=1, block_tokens=block_tokens(model_config))
-        self._storage: dict[str, Tensor] = {}
         self._cache_tokens = 0
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -93,15 +96,13 @@ class LocalEngine:
             )
         if self._policy_version is not None and policy_version <= self._policy_version:
             raise EngineError(f"weights {policy_version} came after {self._policy_version}; versions only grow")
-        # Own memory, and the very tensors that the forward reads: what is hashed is what is sampled with.
-        self._values = {name: unpack_published(packed).clone() for name, packed in tensors.items()}
-        self._weights = build_weights(self._model_config, self._values)
+        self._forward.load(tensors)
         self._policy_version = policy_version
         self._log.append_version(policy_version)
 
     def held_tensors(self) -> Mapping[str, Tensor]:
         """Return the very tensors that the forward reads, by canonical name."""
-        return self._values
+        return self._forward.values
 
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
@@ -114,13 +115,18 @@ class LocalEngine:
                 "generate was called before load_weights; a replica gets traffic after its acknowledgement"
             )
         self._check(requests, version)
-        done: dict[RequestId, Completion] = {}
         self._reserve(requests)
+        done: dict[RequestId, Completion] = {}
         for request in requests:
-            self._enqueue(request, version, done)
+            taken = self._logged.take(request, version)
+            if isinstance(taken, Sequence):
+                self._waiting.append(taken)
+            else:
+                done[request.id] = taken
         closed: list[Sequence] = []
         while self._waiting or self._running:
             self._admit()
+            self._observe()
             self._step(version)
             closed += [sequence for sequence in self._running if sequence.stop_reason is not None]
             self._running = [sequence for sequence in self._running if sequence.stop_reason is None]
@@ -137,29 +143,25 @@ class LocalEngine:
                     f"request {request.id} asks for weights {request.policy_version}, the engine"
                     f" holds {version}; publish them first"
                 )
-            longest = request.prompt_ids.size + request.sampling.max_new_tokens
-            if longest > self._model_config.max_position_embeddings:
+            if request.max_tokens > self._model_config.max_position_embeddings:
                 raise EngineInputError(
-                    f"request {request.id} may reach {longest} tokens; the model has max_position_embeddings ="
-                    f" {self._model_config.max_position_embeddings}. Lower sampling.max_new_tokens or"
-                    " shorten the prompt"
+                    f"request {request.id} may reach {request.max_tokens} tokens; the model has max_position_embeddings"
+                    f" = {self._model_config.max_position_embeddings}. Lower sampling.max_new_tokens, let tools say"
+                    " less, or shorten the prompt"
                 )
-            if request.sampling.top_p != 1.0 or request.sampling.top_k != 0:
+            if request.tools is not None and self._environment is None:
                 raise EngineInputError(
-                    f"request {request.id} has top_p={request.sampling.top_p} and"
-                    f" top_k={request.sampling.top_k}; this engine samples"
-                    " the whole distribution. Set top_p=1 top_k=0"
+                    f"request {request.id} uses the tools of task {request.tools.task}, but this engine has none."
+                    " Give the replica an environment"
                 )
             if request.id in seen:
                 raise EngineInputError(f"request {request.id} was given twice; an identity is sampled once")
             seen.add(request.id)
-            held = self._recovered.get(request.id)
-            if held is not None and request.id not in self._failed:
-                _check_same_request(request, held)
+            self._logged.check(request)
 
     def _reserve(self, requests: SequenceOf[Request]) -> None:
         """Make the cache large enough for a full batch of the longest request; only while nothing is in flight."""
-        longest = max((request.prompt_ids.size + request.sampling.max_new_tokens for request in requests), default=0)
+        longest = max((request.max_tokens for request in requests), default=0)
         if longest <= self._cache_tokens:
             return
         num_slots = self._config.max_batch_requests
@@ -167,147 +169,147 @@ class LocalEngine:
         self._pool = CachePool(
             num_slots=num_slots, num_blocks=num_blocks, block_tokens=block_tokens(self._model_config)
         )
-        self._storage = allocate_cache(self._model_config, num_slots=num_slots, num_blocks=num_blocks)
+        self._forward.allocate(num_slots=num_slots, num_blocks=num_blocks)
         self._cache_tokens = longest
-
-    def _enqueue(self, request: Request, version: int, done: dict[RequestId, Completion]) -> None:
-        """Queue a request, or answer it from the log."""
-        held = self._recovered.pop(request.id, None)
-        if request.id in self._failed:
-            num_tokens = 0 if held is None else len(held.token_ids)
-            seq = self._log.append_close_recovered(
-                request.id, StopReason.ABORTED, num_tokens=num_tokens, failure=FailureType.INFRA
-            )
-            self._log.wait_durable(seq)
-            done[request.id] = failed_completion(request, version)
-            return
-        if held is None:
-            self._waiting.append(Sequence(request, request.prompt_ids.tolist(), []))
-            return
-        if held.close is not None:
-            done[request.id] = Completion(
-                id=request.id,
-                token_ids=held.token_ids,
-                sampled_mask=np.ones(held.token_ids.size, dtype=np.bool_),
-                behavior_logprobs=held.behavior_logprobs,
-                policy_version=held.version_spans[0].policy_version,
-                stop_reason=held.close.stop_reason,
-                failure=held.close.failure,
-            )
-            return
-        sequence = Sequence(request, held.sequence()[0].tolist(), held.behavior_logprobs.tolist())
-        if held.token_ids.size:
-            # The last token may have been its end; only the CLOSE record was lost.
-            last = int(held.token_ids[-1])
-            sequence.stop_reason = stop_after(request, last, sequence.num_sampled, self._model_config.eos_token_id)
-        self._waiting.append(sequence)
 
     def _admit(self) -> None:
         """Move waiting sequences to slots while there is room; equal tokens follow one leader."""
         leaders = {
-            tuple(sequence.token_ids): sequence
+            _leader_key(sequence): sequence
             for sequence in self._running
-            if not sequence.is_following and sequence.num_cached == 0
+            if sequence.can_run and sequence.num_cached == 0
         }
-        while self._waiting and self._pool.can_acquire(self._waiting[0].max_tokens):
+        while self._waiting and self._pool.can_acquire(self._waiting[0].request.max_tokens):
             sequence = self._waiting.popleft()
-            sequence.slot, sequence.blocks = self._pool.acquire(sequence.max_tokens)
-            self._log.append_open(sequence.request, slot=sequence.slot, resumed_tokens=sequence.num_sampled)
+            sequence.slot, sequence.blocks = self._pool.acquire(sequence.request.max_tokens)
+            self._log.append_open(
+                sequence.request,
+                slot=sequence.slot,
+                attempt=sequence.attempt,
+                resumed_tokens=sequence.num_sampled,
+                resumed_observations=len(sequence.observed),
+            )
             self._running.append(sequence)
-            if sequence.stop_reason is not None:
-                self._close(sequence)
+            if sequence.turn_ids.size:
+                # The last token in the log may have ended its turn; what followed was lost.
+                self._after_draw(sequence)
+            if sequence.can_run:
+                leader = leaders.setdefault(_leader_key(sequence), sequence)
+                if leader is not sequence:
+                    sequence.is_following = True
+                    leader.followers.append(sequence)
+
+    def _observe(self) -> None:
+        """Append the answers that came; wait for one only where nothing else can be done."""
+        observing = {sequence.request.id: sequence for sequence in self._running if sequence.is_observing}
+        if not observing:
+            return
+        assert self._environment is not None, "_check refuses tools without it"
+        must_wait = not any(sequence.can_run or sequence.stop_reason is not None for sequence in self._running)
+        for observation in self._environment.collect(block=must_wait):
+            sequence = observing.pop(observation.id, None)
+            if sequence is None:
+                raise EngineError(f"the environment answered {observation.id}, which does not wait for an answer")
+            if observation.failure is not None:
+                sequence.is_observing = False
+                sequence.failure = observation.failure
+                self._close(sequence, StopReason.ABORTED)
                 continue
-            leader = leaders.setdefault(tuple(sequence.token_ids), sequence)
-            if leader is not sequence:
-                sequence.is_following = True
-                leader.followers.append(sequence)
+            _check_observation(sequence.request, observation)
+            self._log.append_observe(
+                sequence.slot, observation.token_ids, command_position=observation.command_position
+            )
+            sequence.observe(observation.token_ids)
 
     def _step(self, version: int) -> None:
-        """Run one forward over chunks of prefill if any is due, else over all decoding sequences; draw and log."""
+        """Run one forward over what is due, draw where a chunk reaches the end of its sequence, and log the draws."""
         chunks = self._next_chunks()
         if not chunks:
             return
-        segments = [
-            Segment(start=sequence.num_cached, length=length, slot=sequence.slot, blocks=sequence.blocks)
-            for sequence, length in chunks
-        ]
-        batch = SegmentBatch(segments, window=self._model_config.sliding_window)
-        token_T = torch.tensor(
-            [
-                token
-                for sequence, length in chunks
-                for token in sequence.token_ids[sequence.num_cached : sequence.num_cached + length]
-            ]
-        )
-        assert self._weights is not None, "generate checks that weights are loaded"
-        streams = self._transformer.streams(self._weights, token_T, batch, self._storage)
+        streams_BMD = self._forward.run(chunks)
         drawing: list[Sequence] = []
         rows: list[int] = []
-        for row, (sequence, length) in enumerate(chunks):
-            sequence.num_cached += length
+        for row, (sequence, _) in enumerate(chunks):
             if sequence.num_missing == 0:
                 group = [sequence, *self._release_followers(sequence)]
                 drawing += group
                 rows += [row] * len(group)
         if drawing:
-            last = streams[batch.last_token_B[sorted(set(rows))]]
-            hidden_BD = self._transformer.hidden(self._weights, last)
-            logits_BV = self._transformer.logits(self._weights, hidden_BD)
-            compact = {row: index for index, row in enumerate(sorted(set(rows)))}
+            distinct = sorted(set(rows))
+            logits_BV = self._forward.logits(streams_BMD[distinct])
+            compact = {row: index for index, row in enumerate(distinct)}
             self._draw(drawing, logits_BV[[compact[row] for row in rows]], version)
 
-    def _next_chunks(self) -> list[tuple[Sequence, int]]:
-        """Return (sequence, tokens to compute): prefill first, at most prefill_chunk_tokens in all; else decode."""
-        active = [sequence for sequence in self._running if not sequence.is_following and sequence.stop_reason is None]
+    def _next_chunks(self) -> list[Chunk]:
+        """Return what the next forward computes: every sequence that decodes, then at most prefill_chunk_tokens."""
+        running = [sequence for sequence in self._running if sequence.can_run]
+        chunks = [Chunk(sequence, 1) for sequence in running if sequence.num_missing == 1]
         budget = self._config.prefill_chunk_tokens
-        chunks: list[tuple[Sequence, int]] = []
-        for sequence in active:
+        for sequence in running:
             if sequence.num_missing > 1 and budget > 0:
                 length = min(sequence.num_missing, budget)
-                chunks.append((sequence, length))
+                chunks.append(Chunk(sequence, length))
                 budget -= length
-        return chunks or [(sequence, 1) for sequence in active]
+        return chunks
 
     def _release_followers(self, leader: Sequence) -> list[Sequence]:
         followers, leader.followers = leader.followers, []
         if followers:
-            targets = [(follower.slot, follower.blocks) for follower in followers]
-            copy_sequence(self._storage, (leader.slot, leader.blocks), targets)
+            self._forward.copy(leader, followers)
         for follower in followers:
             follower.is_following = False
-            follower.num_cached = leader.num_cached
         return followers
 
     def _draw(self, sequences: list[Sequence], logits_BV: Tensor, version: int) -> None:
-        """Draw the next token of every sequence, log the step, close those that end."""
-        seed_B = torch.tensor([signed_seed(sequence.request.seed) for sequence in sequences])
-        position_B = torch.tensor([len(sequence.token_ids) for sequence in sequences])
-        temperature_B = torch.tensor([sequence.request.sampling.temperature for sequence in sequences])
-        token_B = draw_tokens(logits_BV, seed_B, position_B, temperature_B)
-        logprob_B, _ = token_logprob(scaled_logits(logits_BV, temperature_B), token_B, temperature=1.0)
-        tokens, logprobs = token_B.numpy().astype(np.int32), logprob_B.numpy()
+        """Draw the next token of every sequence, log the step, and see who goes on."""
+        drawn = draw_next(sequences, logits_BV)
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.uint16)
-        self._log.append_step(slots, tokens, logprobs, policy_version=version)
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.accept(token, logprob, self._model_config.eos_token_id)
-            if sequence.stop_reason is not None:
-                self._close(sequence)
+        self._log.append_step(
+            slots,
+            drawn.token_ids,
+            drawn.logprobs,
+            policy_version=version,
+            routes=step_routes(sequences),
+            kept=drawn.kept,
+        )
+        sets = [None] * len(sequences) if drawn.kept is None else split_sets(drawn.kept)
+        tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
+        for sequence, token, logprob, kept_ids in zip(sequences, tokens, logprobs, sets, strict=True):
+            sequence.accept(token, logprob, kept_ids)
+            self._after_draw(sequence)
 
-    def _close(self, sequence: Sequence) -> None:
-        assert sequence.stop_reason is not None, "a sequence is closed with its reason"
-        sequence.close_seq = self._log.append_close(sequence.slot, sequence.stop_reason)
+    def _after_draw(self, sequence: Sequence) -> None:
+        """Close a sequence whose last sampled token was its end, or let the environment answer its turn."""
+        request = sequence.request
+        if sequence.token_ids[-1] != self._model_config.eos_token_id:
+            if not sequence.has_budget:
+                self._close(sequence, StopReason.LENGTH)
+            return
+        turn_ids = sequence.turn_ids
+        if self._environment is None or request.tools is None or not self._environment.is_call(request, turn_ids):
+            self._close(sequence, StopReason.EOS)
+        elif not sequence.has_budget:
+            self._close(sequence, StopReason.LENGTH)
+        elif sequence.turn >= request.tools.max_turns:
+            self._close(sequence, StopReason.TURNS)
+        else:
+            sequence.is_observing = True
+            self._environment.begin(request, turn_ids, turn=sequence.turn)
+
+    def _close(self, sequence: Sequence, stop_reason: StopReason) -> None:
+        sequence.stop_reason = stop_reason
+        sequence.close_seq = self._log.append_close(sequence.slot, stop_reason, failure=sequence.failure)
         self._pool.release(sequence.slot, sequence.blocks)
 
 
-def _check_same_request(request: Request, held: RecoveredRequest) -> None:
-    logged = held.request
-    same = (
-        np.array_equal(request.prompt_ids, logged.prompt_ids)
-        and request.seed == logged.seed
-        and request.sampling == logged.sampling
-    )
-    if not same:
-        raise EngineInputError(
-            f"request {request.id} is in the log with another prompt, seed or sampling; it belongs to another run."
-            " Use a fresh run_dir, or resume with the configuration that wrote the log"
+def _leader_key(sequence: Sequence) -> tuple[bool, tuple[int, ...]]:
+    return sequence.request.record_routes, tuple(sequence.token_ids)
+
+
+def _check_observation(request: Request, observation: Observation) -> None:
+    assert request.tools is not None, "only a request with tools waits for an answer"
+    if not 0 < observation.token_ids.size <= request.tools.max_observation_tokens:
+        raise EngineError(
+            f"the environment answered {request.id} with {observation.token_ids.size} tokens; an answer has between 1"
+            f" and tools.max_observation_tokens = {request.tools.max_observation_tokens}"
         )

@@ -4,24 +4,87 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollforward.rollout.types import Completion, FailureType, Request, StopReason
+from rollforward.rollout.types import (
+    Completion,
+    FailureType,
+    Int16Array,
+    Int32Array,
+    KeptSets,
+    Request,
+    SamplingParams,
+    StopReason,
+)
+from rollforward.rollout.wal_recovery import RecoveredRequest
+
+
+class RouteLog:
+    """The experts that a sequence's tokens visited, from position 0 on, and how many of them the log has."""
+
+    def __init__(self, logged: Int16Array | None = None) -> None:
+        """Start with what the log holds of the sequence, or with nothing."""
+        self._logged: list[Int16Array] = [] if logged is None else [logged]
+        self._pending: list[Int16Array] = []
+        self._num_known = 0 if logged is None else len(logged)
+
+    @property
+    def num_known(self) -> int:
+        """Positions whose routes are known."""
+        return self._num_known
+
+    def record(self, start: int, routes_TLK: Int16Array) -> None:
+        """Take the routes of consecutive positions from ``start`` on; those known before are left as they are."""
+        assert start <= self._num_known, "a forward computes positions in order"
+        new = routes_TLK[self._num_known - start :]
+        if len(new):
+            self._pending.append(new)
+            self._num_known += len(new)
+
+    def take_pending(self) -> list[Int16Array]:
+        """Return, in order, what was recorded since the last call; it counts as logged from here on."""
+        pending, self._pending = self._pending, []
+        self._logged += pending
+        return pending
+
+    def known(self) -> list[Int16Array]:
+        """Return all known routes in order, in pieces [n, L, K]."""
+        return [*self._logged, *self._pending]
+
+    def padded(self, num_tokens: int) -> Int16Array | None:
+        """Return int16 [num_tokens, L, K], -1 where unknown; None where nothing is known."""
+        pieces = self.known()
+        if not pieces:
+            return None
+        unknown = np.full((num_tokens - self._num_known, *pieces[0].shape[1:]), -1, np.int16)
+        return np.concatenate([*pieces, unknown])
 
 
 @dataclass(eq=False)
 class Sequence:
-    """State of a request in flight. The engine moves it: waiting -> prefilling -> decoding -> closed.
+    """State of a request in flight. The engine moves it.
+
+        waiting --slot--> prefilling --> decoding --end of sequence--> closed
+                               ^            |  tool is called
+                               +-- tool works: is_observing
 
     Waiting: no slot. Prefilling: more than one token is not in the cache yet (or a leader with the same tokens computes
-    them). Decoding: exactly the last token is missing. Closed: ``stop_reason`` is set and slot and blocks are given
-    back.
+    them). Decoding: exactly the last token is missing. Observing: keeps slot and cache until the answer is appended.
+    Closed: ``stop_reason`` is set and slot and blocks are given back.
     """
 
     request: Request
     """What was asked."""
     token_ids: list[int]
-    """Prompt and sampled tokens."""
-    behavior_logprobs: list[float]
+    """Prompt, sampled tokens and observations in order."""
+    behavior_logprobs: list[float] = field(default_factory=list[float])
     """Log-prob of every sampled token, float32 values."""
+    observed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Position of the first token and the one after the last of every observation."""
+    kept: list[Int32Array] = field(default_factory=list[Int32Array])
+    """Ids that each sampled token was drawn from; stays empty where the request draws from the whole vocabulary."""
+    routes: RouteLog | None = None
+    """Experts that the tokens visited, where the request asks for them."""
+    attempt: int = 0
+    """Number of the attempt: grows when damage made an earlier one useless."""
     slot: int = -1
     """State slot; -1 while waiting."""
     blocks: tuple[int, ...] = ()
@@ -32,10 +95,44 @@ class Sequence:
     """Sequences with the same tokens that take this one's cache when its prefill is done."""
     is_following: bool = False
     """Whether a leader computes the prefill."""
+    is_observing: bool = False
+    """Whether the environment works on the last turn."""
     stop_reason: StopReason | None = None
     """Why it ended, or None."""
+    failure: FailureType | None = None
+    """What went wrong, or None."""
     close_seq: int = -1
     """Log sequence number of the CLOSE record; the completion may leave when it is durable."""
+
+    @classmethod
+    def fresh(cls, request: Request, *, attempt: int = 0) -> "Sequence":
+        """Return the state of a request of which nothing is sampled."""
+        routes = RouteLog() if request.record_routes else None
+        return cls(request, request.prompt_ids.tolist(), routes=routes, attempt=attempt)
+
+    @classmethod
+    def resumed(cls, request: Request, held: RecoveredRequest) -> "Sequence":
+        """Return the state that the log holds of a request."""
+        observed: list[tuple[int, int]] = []
+        end, num_sampled = request.prompt_ids.size, 0
+        for observation in held.observations:
+            start = end + observation.after_tokens - num_sampled
+            end, num_sampled = start + observation.token_ids.size, observation.after_tokens
+            observed.append((start, end))
+        return cls(
+            request,
+            held.sequence()[0].tolist(),
+            held.behavior_logprobs.tolist(),
+            observed=observed,
+            kept=[] if held.kept is None else split_sets(held.kept),
+            routes=RouteLog(held.routes) if request.record_routes else None,
+            attempt=held.attempt,
+        )
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the next forward may compute tokens of it."""
+        return not (self.is_following or self.is_observing or self.stop_reason is not None)
 
     @property
     def num_missing(self) -> int:
@@ -48,35 +145,71 @@ class Sequence:
         return len(self.behavior_logprobs)
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens that the sequence may reach: prompt and budget."""
-        return self.request.prompt_ids.size + self.request.sampling.max_new_tokens
+    def has_budget(self) -> bool:
+        """Whether the policy may draw another token."""
+        return self.num_sampled < self.request.sampling.max_new_tokens
 
-    def accept(self, token_id: int, logprob: float, eos_token_id: int) -> None:
-        """Append a sampled token; sets ``stop_reason`` when it is the last one."""
+    @property
+    def turn(self) -> int:
+        """Number of the turn that the policy is in, from 1."""
+        return len(self.observed) + 1
+
+    @property
+    def turn_ids(self) -> Int32Array:
+        """Tokens of that turn so far, int32 [T]."""
+        start = self.observed[-1][1] if self.observed else self.request.prompt_ids.size
+        return np.array(self.token_ids[start:], dtype=np.int32)
+
+    def accept(self, token_id: int, logprob: float, kept_ids: Int32Array | None = None) -> None:
+        """Append a sampled token; what it was drawn from is kept where the request cuts the vocabulary."""
         self.token_ids.append(token_id)
         self.behavior_logprobs.append(logprob)
-        self.stop_reason = stop_after(self.request, token_id, self.num_sampled, eos_token_id)
+        if kept_ids is not None and cuts_vocabulary(self.request.sampling):
+            self.kept.append(kept_ids)
+
+    def observe(self, token_ids: Int32Array) -> None:
+        """Append what the environment answered; the next turn begins."""
+        start = len(self.token_ids)
+        self.token_ids += token_ids.tolist()
+        self.observed.append((start, len(self.token_ids)))
+        self.is_observing = False
 
     def completion(self, policy_version: int) -> Completion:
         """Return the finished request's record."""
         assert self.stop_reason is not None, "only a closed sequence is delivered"
-        sampled = self.token_ids[self.request.prompt_ids.size :]
+        num_prompt = self.request.prompt_ids.size
+        token_ids = np.array(self.token_ids[num_prompt:], dtype=np.int32)
+        sampled_mask = np.ones(token_ids.size, dtype=np.bool_)
+        for start, end in self.observed:
+            sampled_mask[start - num_prompt : end - num_prompt] = False
+        logprobs = np.zeros(token_ids.size, dtype=np.float32)
+        logprobs[sampled_mask] = self.behavior_logprobs
         return Completion(
             id=self.request.id,
-            token_ids=np.array(sampled, dtype=np.int32),
-            sampled_mask=np.ones(len(sampled), dtype=np.bool_),
-            behavior_logprobs=np.array(self.behavior_logprobs, dtype=np.float32),
+            token_ids=token_ids,
+            sampled_mask=sampled_mask,
+            behavior_logprobs=logprobs,
+            routes=None if self.routes is None else self.routes.padded(len(self.token_ids)),
+            kept=self._kept_sets(sampled_mask) if cuts_vocabulary(self.request.sampling) else None,
             policy_version=policy_version,
             stop_reason=self.stop_reason,
+            failure=self.failure,
         )
 
+    def _kept_sets(self, sampled_mask: np.ndarray) -> KeptSets:
+        counts_T = np.zeros(sampled_mask.size, dtype=np.int32)
+        counts_T[sampled_mask] = [ids.size for ids in self.kept]
+        return KeptSets(counts_T=counts_T, token_ids=np.concatenate([np.zeros(0, np.int32), *self.kept]))
 
-def stop_after(request: Request, token_id: int, num_sampled: int, eos_token_id: int) -> StopReason | None:
-    """Return why a request ends with this token, or None when it goes on."""
-    if token_id == eos_token_id:
-        return StopReason.EOS
-    return StopReason.LENGTH if num_sampled >= request.sampling.max_new_tokens else None
+
+def split_sets(kept: KeptSets) -> list[Int32Array]:
+    """Return the ids of each set in order, none for the whole vocabulary."""
+    return np.split(kept.token_ids, np.cumsum(kept.counts_T))[:-1]
+
+
+def cuts_vocabulary(sampling: SamplingParams) -> bool:
+    """Whether tokens are drawn from less than the whole vocabulary."""
+    return sampling.top_p < 1 or sampling.top_k > 0
 
 
 def failed_completion(request: Request, policy_version: int) -> Completion:

@@ -10,7 +10,8 @@ from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.shapes import param_specs
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.local import LocalEngine
-from rollforward.rollout.types import Request, RequestId, SamplingParams, request_seed
+from rollforward.rollout.environment import Environment
+from rollforward.rollout.types import Request, RequestId, SamplingParams, ToolUse, request_seed
 from rollforward.rollout.wal import WalWriter, open_log
 from rollforward.rollout.wal_records import WalConfig
 from tests.helpers.tiny import random_params, tiny_config
@@ -25,21 +26,38 @@ def packed_params(config: ModelConfig, seed: int = 1) -> dict[str, PackedTensor]
 
 
 def open_engine(
-    directory: Path, packed: dict[str, PackedTensor], *, version: int = 1, **limits: int
+    directory: Path,
+    packed: dict[str, PackedTensor],
+    *,
+    version: int = 1,
+    model_config: ModelConfig | None = None,
+    environment: Environment | None = None,
+    **limits: int,
 ) -> tuple[LocalEngine, WalWriter]:
-    """A native engine on the tiny preset with weights loaded; `limits` are fields of RolloutConfig."""
+    """A native engine, on the tiny preset unless told otherwise, with weights loaded; `limits` are fields of
+    RolloutConfig."""
     log, recovered = open_log(directory, stream="engine-0", config=PROCESS)
     config = RolloutConfig(wal=PROCESS, **limits)
-    engine = LocalEngine(tiny_config(), precision="native", config=config, log=log, recovered=recovered)
+    model_config = tiny_config() if model_config is None else model_config
+    engine = LocalEngine(
+        model_config, precision="native", config=config, log=log, recovered=recovered, environment=environment
+    )
     engine.load_weights(version, packed)
     return engine, log
 
 
 def make_requests(
-    lengths: list[int], *, members: int = 1, max_new_tokens: int = 12, temperature: float = 1.0, version: int = 1
+    lengths: list[int],
+    *,
+    members: int = 1,
+    max_new_tokens: int = 12,
+    temperature: float = 1.0,
+    version: int = 1,
+    vocab_size: int | None = None,
+    tools: ToolUse | None = None,
 ) -> list[Request]:
     """One prompt of random tokens per length, `members` requests each."""
-    vocab_size = tiny_config().vocab_size
+    vocab_size = tiny_config().vocab_size if vocab_size is None else vocab_size
     requests: list[Request] = []
     for prompt, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(100 + prompt)
@@ -51,6 +69,7 @@ def make_requests(
                 seed=request_seed(7, 0, prompt, member),
                 sampling=SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature),
                 policy_version=version,
+                tools=tools,
             )
             for member in range(members)
         ]

@@ -16,7 +16,15 @@ from rollforward.rollout.engine.sampler import draw_tokens, signed_seed
 from rollforward.rollout.errors import EngineError, EngineInputError
 from rollforward.rollout.types import Completion, FailureType, Request, StopReason
 from rollforward.rollout.wal import WalWriter
+from rollforward.rollout.wal_records import RecordType
 from rollforward.rollout.wal_recovery import recover
+from rollforward.sandbox.codec import (
+    SEGMENT_HEADER_BYTES,
+    SegmentHeader,
+    frame_seed,
+    parse_segment_header,
+    scan_frames,
+)
 from tests.helpers.replicas import make_requests, open_engine, packed_params
 from tests.helpers.tiny import tiny_config
 
@@ -153,25 +161,32 @@ def test_finished_requests_are_answered_from_the_log_without_a_forward(
         assert engine.generate(requests) == undisturbed
 
 
-def _flip_byte(directory: Path, place: float) -> None:
+def _flip_byte(directory: Path, record_type: RecordType) -> None:
+    """Damage a byte of the first record of a type."""
     (segment,) = directory.glob("*.wal")
-    data = bytearray(segment.read_bytes())
-    data[int(len(data) * place)] ^= 1
+    content = segment.read_bytes()
+    header = parse_segment_header(content)
+    assert isinstance(header, SegmentHeader)
+    scan = scan_frames(content, offset=SEGMENT_HEADER_BYTES, seed=frame_seed(header.stream, header.epoch))
+    frame = next(frame for frame in scan.frames if frame.frame_type == record_type)
+    data = bytearray(content)
+    data[frame.end - 9] ^= 1  # the last 8 bytes may be padding
     segment.write_bytes(data)
 
 
-@pytest.mark.parametrize("place", [0.1, 0.15, 0.5, 0.9])
+@pytest.mark.parametrize("record_type", [RecordType.OPEN, RecordType.STEP, RecordType.CLOSE])
 def test_damaged_requests_are_sampled_again_to_the_same_bits_and_others_go_on(
-    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path, place: float
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path, record_type: RecordType
 ) -> None:
-    """The first places hit records of opening, after which the log names a request only by its end."""
+    """Without its OPEN a request is known only by its later records, that is by name."""
     requests = make_requests(LENGTHS, members=2)
     engine, log = open_engine(tmp_path, packed)
     with log:
         engine.generate(requests[:4])
-    _flip_byte(tmp_path, place)
+    _flip_byte(tmp_path, record_type)
     damaged = recover(tmp_path)
     assert damaged.failed
+    assert (set(damaged.failed) <= set(damaged.requests)) == (record_type != RecordType.OPEN)
     engine, log = open_engine(tmp_path, packed)
     with log:
         assert engine.generate(requests) == undisturbed
@@ -195,7 +210,7 @@ def test_a_request_that_damage_meets_at_its_last_attempt_fails_as_infra(
     engine, log = open_engine(tmp_path, packed)
     with log:
         engine.generate(requests[:4])
-    _flip_byte(tmp_path, 0.5)
+    _flip_byte(tmp_path, RecordType.STEP)
     failed = set(recover(tmp_path).failed)
     for _ in range(2):  # and stays failed
         engine, log = open_engine(tmp_path, packed, max_attempts=1)

@@ -1,0 +1,57 @@
+"""One draw for every sequence whose logits are there: from sequences to the columns of a STEP record.
+
+Not here: the sampler's arithmetic (sampler.py), log-probs (kernels/loss/logprob.py, which the trainer calls too).
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollforward.kernels.loss.logprob import token_logprob
+from rollforward.rollout.engine.sampler import cut_vocabulary, draw_tokens, scaled_logits, signed_seed
+from rollforward.rollout.engine.sequence import Sequence
+from rollforward.rollout.types import Float32Array, Int32Array, KeptSets
+from rollforward.rollout.wal_step import StepRoutes
+
+
+class Drawn(NamedTuple):
+    """Columns of one step, a row per sequence."""
+
+    token_ids: Int32Array
+    """[B] int32."""
+    logprobs: Float32Array
+    """[B] float32. Log-prob of each under the distribution that it was drawn from."""
+    kept: KeptSets | None
+    """[B] sets that they were drawn from; None where no sequence cuts the vocabulary."""
+
+
+def draw_next(sequences: SequenceOf[Sequence], logits_BV: Tensor) -> Drawn:
+    """Draw the next token of every sequence.
+
+    Args:
+        sequences: B sequences; seed and position key the draw, so it can be made again anywhere.
+        logits_BV: [B, V] float32, at the last token of each.
+    """
+    samplings = [sequence.request.sampling for sequence in sequences]
+    seed_B = torch.tensor([signed_seed(sequence.request.seed) for sequence in sequences])
+    position_B = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    temperature_B = torch.tensor([sampling.temperature for sampling in samplings])
+    top_p_B = torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float64)
+    top_k_B = torch.tensor([sampling.top_k for sampling in samplings])
+    cut_BV, kept = cut_vocabulary(logits_BV, temperature_B, top_p_B, top_k_B)
+    token_B = draw_tokens(cut_BV, seed_B, position_B, temperature_B)
+    logprob_B, _ = token_logprob(scaled_logits(cut_BV, temperature_B), token_B, temperature=1.0)
+    return Drawn(token_B.numpy().astype(np.int32), logprob_B.numpy(), kept)
+
+
+def step_routes(sequences: SequenceOf[Sequence]) -> StepRoutes | None:
+    """Return the routes that became known since each sequence's last step; they count as logged from here on. None
+    where no sequence asks for them."""
+    if all(sequence.routes is None for sequence in sequences):
+        return None
+    pieces_N = [[] if sequence.routes is None else sequence.routes.take_pending() for sequence in sequences]
+    counts_N = np.array([sum(map(len, pieces)) for pieces in pieces_N], dtype=np.int32)
+    return StepRoutes(counts_N=counts_N, routes_PLK=np.concatenate([one for pieces in pieces_N for one in pieces]))
