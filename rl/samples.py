@@ -239,9 +239,7 @@ def _columns(packed: PackedBatch) -> _Tokens:
     offsets = None
     if packed.kept_counts_T is not None:
         offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(packed.kept_counts_T, dtype=np.int64)))
-    return _Tokens(
-        columns=columns, routes_TLK=packed.routes_TLK, kept_offsets=offsets, kept_ids=packed.kept_ids
-    )
+    return _Tokens(columns=columns, routes_TLK=packed.routes_TLK, kept_offsets=offsets, kept_ids=packed.kept_ids)
 
 
 def _kept(tokens: _Tokens, span: slice) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.int32] | None]:
