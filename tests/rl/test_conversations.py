@@ -119,8 +119,9 @@ def test_a_cursor_of_the_prompts_is_refused() -> None:
 
 @pytest.mark.parametrize("limit", ["max_prompt_tokens", "max_answer_tokens"])
 def test_a_prompt_or_an_answer_over_its_limit_is_an_error(limit: str) -> None:
+    limits: dict[str, Any] = {limit: 2}
     with pytest.raises(TaskError, match=f"{limit} = 2"):
-        source(**{limit: 2}).draw(source().start(), 30)
+        source(**limits).draw(source().start(), 30)
 
 
 def test_a_conversation_over_the_budget_is_an_error() -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from rollforward.model.dsml import AssistantTurn
+from rollforward.model.messages import ToolCall
 from rollforward.model.metrics import metric_values
-from rollforward.rl.metrics import advantage_metrics, group_metrics
+from rollforward.rl.metrics import advantage_metrics, group_metrics, turn_metrics
 from rollforward.rollout.types import FailureType, Group, RequestId, StopReason, Trajectory
 
 
@@ -87,3 +89,24 @@ def test_a_step_that_lost_everything_reports_rates_and_no_rewards() -> None:
     values = metric_values(group_metrics([lost]))
     assert values["failure/infra/rate"] == 1.0
     assert "critic/rewards/mean" not in values
+
+
+def test_turns_and_calls_by_hand() -> None:
+    """Two completions: two calls, one malformed call and an answer; an answer alone."""
+    call = ToolCall(name="a", arguments="{}")
+    said = AssistantTurn(reasoning="", content="3")
+    turns = [(turn_with(calls=(call, call)), turn_with(problem="tag invoke is not closed"), said), (said,)]
+    values = metric_values(turn_metrics(turns))
+    assert values == {
+        "num_turns/mean": 2.0,
+        "num_turns/max": 3.0,
+        "num_turns/min": 1.0,
+        "tool_call_counts/mean": 1.0,
+        "tool_call_counts/max": 2.0,
+        "tool_call_counts/min": 0.0,
+        "failure/parse/rate": 1 / 4,
+    }
+
+
+def turn_with(**parts: Any) -> AssistantTurn:
+    return AssistantTurn(reasoning="", content="", **parts)

@@ -72,7 +72,7 @@ EXAMPLES = [_example("one", 0), _example("two", 1)]
 
 def _requests(encoder: PromptEncoder, task: Any = None, **changes: Any) -> Any:
     values: dict[str, Any] = {"step": 5, "group_size": 2, "run_seed": 11, "policy_version": 5} | changes
-    tasks = {"echo": task or _Echo()}
+    tasks: Any = {"echo": task or _Echo()}
     return group_requests(EXAMPLES, encoder, tasks, sampling=SamplingParams(max_new_tokens=4), **values)
 
 

@@ -202,6 +202,7 @@ def test_a_demonstration_calls_the_tool_with_the_questions_metadata() -> None:
     task = build_task(config(tools=CALCULATOR, demonstrate=SHOWN, effort="high", heldout_size=5))
     example = task.example(7)
     expression = example.messages[-1].content.removesuffix(" =").rpartition(": ")[2]
+    assert example.answer is not None
     assert example.answer == str(eval(expression))
     call = ToolCall(name="calculator", arguments=msgspec.json.encode({"expression": expression}).decode())
     assert example.demonstration == (
