@@ -259,7 +259,7 @@ def _token_checksum(tokens: _Tokens, span: slice) -> int:
         parts.append(tokens.routes_TLK[span])
     parts.extend(part for part in _kept(tokens, span) if part is not None)
     for part in parts:
-        value = zlib.crc32(np.ascontiguousarray(part), value)
+        value = zlib.crc32(np.ascontiguousarray(part).data, value)
     return value
 
 
