@@ -13,6 +13,7 @@ import msgspec
 from rollforward.conf.console import say
 from rollforward.model.checkpoint import sync_path
 from rollforward.rl.prompts import DataCursor
+from rollforward.rl.tracker import TrackerState
 
 CHECKPOINTS_NAME = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
@@ -32,6 +33,8 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Sampled tokens trained on so far (RL)."""
     probs_diff_max: float = 0.0
     """Largest difference so far between a token's probability in the engine and in training (RL)."""
+    tracker: TrackerState | None = None
+    """Where the tracker stands; None before the first checkpoint."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +73,21 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
     for old in sorted(root.glob("step_*"))[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def is_due(step: int, every_steps: int, total_steps: int) -> bool:
+    """Return whether what happens every so many steps, and after the last, happens after ``step`` steps."""
+    return step % every_steps == 0 or step == total_steps
+
+
+def restore(root: Path, load: Callable[[Path], None], start: LoopState) -> LoopState:
+    """Load the newest whole checkpoint, if there is one, and return where the loop stands then; otherwise ``start``."""
+    found = latest_checkpoint(root)
+    if found is None:
+        return start
+    directory, state = found
+    load(directory)
+    return state
 
 
 def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:

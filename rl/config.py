@@ -14,6 +14,7 @@ from rollforward.model.train_config import OptimConfig, Precision
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.types import SamplingParams
+from rollforward.sandbox.config import SandboxConfig
 
 Normalisation = Literal["trajectory_mean", "token_mean"]
 """Weight of a token in the step: equal trajectories (each the mean of its tokens), or equal tokens."""
@@ -120,6 +121,9 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """"offline" writes files to be synced later and needs no account."""
     project: str = "rollforward"
     """Project of the run."""
+    answers_every_steps: PositiveInt | None = None
+    """(`train`) Steps between those of which a few sampled answers are kept to be read, in answers.jsonl and as a table
+    of W&B. null is `eval.every_steps`."""
 
 
 class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,6 +161,8 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Cores and threads."""
     rollout: RolloutConfig = RolloutConfig()
     """Engines and their log."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the tasks' tools run."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     checkpoint_every_steps: PositiveInt = 20
@@ -208,6 +214,8 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number formats of the forward pass."""
     rollout: RolloutConfig = RolloutConfig()
     """The engine that evaluates; its `threads` hold for training too, which shares its process."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the tasks' tools run in evaluations."""
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     checkpoint_every_steps: PositiveInt = 100
@@ -252,6 +260,8 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Number formats of the forward pass."""
     rollout: RolloutConfig = RolloutConfig()
     """Engines and their log."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the tasks' tools run."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""

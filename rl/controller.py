@@ -31,8 +31,9 @@ import msgspec
 from rollforward.conf.console import Progress, say
 from rollforward.conf.errors import RunDirError
 from rollforward.model.metrics import Metric, metric_values
+from rollforward.rl.answers import Answer, sampled_answers
 from rollforward.rl.batch import build_step_batch
-from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, restore, save_checkpoint
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
@@ -185,7 +186,7 @@ class Controller:
         start_s = time.monotonic()
         with Progress("train", self._run.steps, done=state.step) as progress:
             while state.step < self._run.steps:
-                state, values = self._step(state)
+                state, values, answers = self._step(state)
                 if self._is_due(state.step, self._run.eval.every_steps):
                     after = self._evaluate(state.step)
                     values |= accuracy_values(after)
@@ -193,7 +194,7 @@ class Controller:
                 values["timing_s/step"] = time.monotonic() - start_s
                 # Logged before the checkpoint: a step that a killed run repeats stands twice, none is missing. The
                 # time of the checkpoint is in the next step's line.
-                self._tracker.log(state.step, values)
+                self._tracker.log(state.step, values, answers)
                 progress.step(_shown(values))
                 self._seconds = {}
                 start_s = time.monotonic()
@@ -207,8 +208,8 @@ class Controller:
             rollout_probs_diff_max=state.probs_diff_max,
         )
 
-    def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float]]:
-        """One optimizer step: sample, score, learn, publish."""
+    def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float], tuple[Answer, ...]]:
+        """One optimizer step: sample, score, learn, publish. Also the answers that are to be shown, if any."""
         run = self._run
         examples, cursor = self._prompts.draw(state.cursor, run.prompts_per_step)
         requests = group_requests(
@@ -253,7 +254,8 @@ class Controller:
             trained_tokens=state.trained_tokens + batch.num_trained_tokens,
             probs_diff_max=max(state.probs_diff_max, values["training/rollout_probs_diff_max"]),
         )
-        return after, values
+        shows = self._is_due(after.step, run.tracker.answers_every_steps or run.eval.every_steps)
+        return after, values, sampled_answers(batch.rows, examples, completions, self._encoder) if shows else ()
 
     def _require_equal_probs(self, step: int, probs_diff_max: float) -> None:
         """Stop where training and sampling disagree: each token of the step was drawn by the policy that is trained."""
@@ -297,17 +299,16 @@ class Controller:
         return self._run_dir / evaluation_name(step)
 
     def _restore(self) -> LoopState:
-        found = latest_checkpoint(self._run_dir / CHECKPOINTS_NAME)
-        if found is None:
-            return LoopState(step=0, cursor=self._prompts.start())
-        directory, state = found
-        self._learner.load(directory)
+        start = LoopState(step=0, cursor=self._prompts.start())
+        state = restore(self._run_dir / CHECKPOINTS_NAME, self._learner.load, start)
+        self._tracker.begin(state.tracker)
         self._retire_samples(state)
         return state
 
     def _save(self, state: LoopState) -> None:
         with self._timed("save_checkpoint"):
             root = self._run_dir / CHECKPOINTS_NAME
+            state = msgspec.structs.replace(state, tracker=self._tracker.state)
             save_checkpoint(root, state, self._learner.save, keep=self._run.keep_checkpoints)
             self._retire_samples(state)
 
@@ -317,7 +318,7 @@ class Controller:
             remove_steps(self._run_dir / SAMPLES_NAME, before=state.step)
 
     def _is_due(self, step: int, every_steps: int) -> bool:
-        return step % every_steps == 0 or step == self._run.steps
+        return is_due(step, every_steps, self._run.steps)
 
     @contextmanager
     def _timed(self, stage: str) -> Generator[None]:

@@ -55,5 +55,9 @@ class ProbabilityMismatchError(RLError, RuntimeError):
     knowing it."""
 
 
+class TrackerError(RLError, ValueError):
+    """W&B does not start as configured. Stop before anything is trained; the message has the way out."""
+
+
 class EvaluationError(RLError, RuntimeError):
     """Not one answer of a task could be judged. Stop: an accuracy of 0 would be a claim about the model."""

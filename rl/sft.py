@@ -18,7 +18,7 @@ from rollforward.model.distributed import join_group, leave_group, new_rendezvou
 from rollforward.model.init import fresh_params
 from rollforward.model.tokenizer import train_tokenizer
 from rollforward.model.trainer import LossPart, Trainer
-from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, restore, save_checkpoint
 from rollforward.rl.config import FreshModel, SFTRun
 from rollforward.rl.conversations import ConversationSource, tokenizer_texts
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
@@ -45,7 +45,11 @@ def main(run: SFTRun) -> int:
         _fresh_model(run.start, run, run_dir) if isinstance(run.start, FreshModel) else Path(run.start.model_dir)
     )
     parts = load_parts(
-        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.max_answer_tokens
+        model_dir,
+        run.tasks,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_new_tokens=run.max_answer_tokens,
+        sandbox=run.sandbox,
     )
     torch.set_num_threads(run.rollout.threads)
     join_group(new_rendezvous(run_dir), rank=0, num_ranks=1)
@@ -96,11 +100,8 @@ class SFTLoop:
     def run(self) -> tuple[TaskAccuracy, ...]:
         """Do what is left of the run; the model is written to ``run_dir/model``. Returns the final accuracy."""
         checkpoints = self._run_dir / CHECKPOINTS_NAME
-        found = latest_checkpoint(checkpoints)
-        state = LoopState(step=0, cursor=self._data.start())
-        if found is not None:
-            self._trainer.load(found[0])
-            state = found[1]
+        state = restore(checkpoints, self._trainer.load, LoopState(step=0, cursor=self._data.start()))
+        self._tracker.begin(state.tracker)
         accuracy: tuple[TaskAccuracy, ...] = ()
         with console.Progress("sft", self._run.steps, done=state.step, every=10) as progress:
             while state.step < self._run.steps:
@@ -114,6 +115,7 @@ class SFTLoop:
                 self._tracker.log(state.step, values)
                 progress.step(shown)
                 if self._is_due(state.step, self._run.checkpoint_every_steps):
+                    state = msgspec.structs.replace(state, tracker=self._tracker.state)
                     save_checkpoint(checkpoints, state, self._trainer.save, keep=self._run.keep_checkpoints)
         model_dir = self._run_dir / "model"
         if not model_dir.exists():
@@ -152,6 +154,7 @@ class SFTLoop:
             self._parts.model_config,
             precision=self._run.precision,
             config=self._run.rollout,
+            environment=self._parts.environment,
         )
         try:
             check_acknowledgement(manifest, replica.load_weights(version_directory(root, step)))
@@ -160,7 +163,7 @@ class SFTLoop:
             replica.close()
 
     def _is_due(self, step: int, every_steps: int) -> bool:
-        return step % every_steps == 0 or step == self._run.steps
+        return is_due(step, every_steps, self._run.steps)
 
 
 def _fresh_model(start: FreshModel, run: SFTRun, run_dir: Path) -> Path:
