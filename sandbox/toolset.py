@@ -72,7 +72,9 @@ def load_tool(config: ToolConfig) -> ToolSpec:
     arguments = function.args
     if arguments.posonlyargs or arguments.vararg or arguments.kwarg:
         raise _fault(
-            config, f"{config.name}() takes positional-only, *args or **kwargs parameters; calls name every argument"
+            config,
+            f"{config.name}() takes positional-only, *args or **kwargs parameters; a call names every argument. Give"
+            " each a name of its own",
         )
     positional = arguments.args
     no_default: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))

@@ -1,7 +1,7 @@
 """The program inside the sandbox: imports the tools once, then answers each call from a process forked for it.
 
-`function.py` starts it by `bubblewrap.py`, as PID 1 of its own namespaces, and hands over its text: it needs nothing
-but the standard library. Standard input is a socket to the host. A message there is its length in four bytes,
+`bubblewrap.py` starts it for `function.py`, as PID 1 of its own namespaces; it needs nothing but the standard library.
+Standard input is a socket to the host. A message there is its length in four bytes,
 little-endian, and then:
 
     host -> here    first {"tools": {name: source}, "limits": {...}}, JSON; afterwards calls:
@@ -16,6 +16,7 @@ no sockets (seccomp), because an AF_VSOCK one would not care about the network n
 """
 
 import ctypes
+import gc
 import json
 import math
 import os
@@ -67,13 +68,14 @@ _PR_CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER = 4, 2
 _CAPABILITY_VERSION_3, _CAP_SYS_ADMIN = 0x2008_0522, 21
 _MS_NOSUID_NODEV = 2 | 4
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16
+_AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, 16
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF_0000, 0x8000_0000, 0x0005_0001, 0x0005_0026
 
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
-_CLONE, _CLONE3 = (56, 220), 435
+_CLONE, _CLONE3, _PRLIMIT64 = (56, 220), 435, (302, 261)
 # System calls that a process without capabilities could use to leave something behind, to hold memory that no limit
-# counts, or to reach much of the kernel: numbers on x86_64 and aarch64.
+# counts, to reach much of the kernel, or to look as if the sandbox had failed (a limit of CPU time that it lowers kills
+# it as the machine would): numbers on x86_64 and aarch64.
 _DENIED: Final = {
     "shmget": (29, 194),
     "socket": (41, 198),
@@ -81,6 +83,7 @@ _DENIED: Final = {
     "msgget": (68, 186),
     "ptrace": (101, 117),
     "syslog": (103, 116),
+    "setrlimit": (160, 164),
     "mq_open": (240, 180),
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -154,8 +157,14 @@ def seccomp_filter() -> list[tuple[int, int, int, int]]:
         (_JUMP_EQUAL, 0, 1, _CLONE3),  # its flags lie in memory; glibc goes on with clone
         (_RETURN, 0, 0, _ENOSYS),
         *(step for numbers in _DENIED.values() for step in _deny(numbers[column])),
+        (_JUMP_EQUAL, 0, 5, _PRLIMIT64[column]),  # may ask: both halves of its third argument, the new limit, are 0
+        (_LOAD, 0, 0, _AT_ARGUMENTS + 16),
+        (_JUMP_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, _AT_ARGUMENTS + 20),
+        (_JUMP_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, _EPERM),
         (_JUMP_EQUAL, 0, 3, _CLONE[column]),
-        (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
+        (_LOAD, 0, 0, _AT_ARGUMENTS),
         (_JUMP_ANY_BIT, 0, 1, _CLONE_ANY_NAMESPACE),
         (_RETURN, 0, 0, _EPERM),
         (_RETURN, 0, 0, _ALLOW),
@@ -402,6 +411,8 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001, the code is the operator's
             _send(Outcome.BAD_TOOL, f"{name}\n{_describe(error)}".encode("utf-8", "replace"))
             return
+    gc.collect()
+    gc.freeze()  # a collection in a call would touch, and so copy, every page of the tools
     zygote = Zygote(tools, setup["limits"])
     # A first call of nothing proves that calls can be shut in, before anyone relies on it.
     _send(*zygote.call(b'{"tool": "", "arguments": {}}', 60.0, 0))
