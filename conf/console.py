@@ -38,10 +38,16 @@ def pass_on(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def summary(title: str, rows: Mapping[str, object]) -> None:
-    """Prints a titled two-column table to standard output."""
-    width = max((len(name) for name in rows), default=0)
-    result("\n".join([title, *(f"  {name:<{width}}  {_value_text(value)}" for name, value in rows.items())]))
+def summary(title: str, rows: Mapping[str, object], then: Mapping[str, str] | None = None) -> None:
+    """Prints a titled two-column table to standard output, and below it what may be typed next: purpose -> text."""
+    then = then or {}
+    width = max((len(name) for name in (*rows, *then)), default=0)
+    lines = [title, *_table(rows, width), *(["next", *_table(then, width)] if then else [])]
+    result("\n".join(lines))
+
+
+def _table(rows: Mapping[str, object], width: int) -> list[str]:
+    return [f"  {name:<{width}}  {_value_text(value)}" for name, value in rows.items()]
 
 
 def _value_text(value: object) -> str:

@@ -60,6 +60,8 @@ def main(run: SFTRun) -> int:
         leave_group()
     rows: dict[str, object] = {f"{result.task} accuracy": result.accuracy for result in accuracy}
     rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME}
+    if tracker.wandb_place is not None:
+        rows["W&B"] = tracker.wandb_place
     console.summary(f"fine-tuned {run.steps} steps in {time.monotonic() - start_s:.0f} s", rows)
     result = {"tasks": {one.task: {"eval_after": one.accuracy} for one in accuracy}, "steps": run.steps}
     console.result(json.dumps({**result, "run_dir": str(run_dir)}))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import time
 from collections.abc import Generator
@@ -16,6 +17,7 @@ from rollforward.conf import console
 from rollforward.conf.load import is_ray_job, library_environment
 from rollforward.model.distributed import new_rendezvous
 from rollforward.rl.actors import LearnerActor, LearnerPool
+from rollforward.rl.answers import ANSWERS_NAME
 from rollforward.rl.config import ClusterConfig, RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
@@ -53,7 +55,7 @@ def main(run: RLRun) -> int:
     trained_dir = run_dir / "model"
     if not trained_dir.exists():
         version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(trained_dir)
-    _report(run, run_dir, outcome, time.monotonic() - start_s)
+    _report(run, run_dir, outcome, tracker, time.monotonic() - start_s)
     return 0
 
 
@@ -81,7 +83,7 @@ def losses_named() -> Generator[None]:
         raise LostProcessError(
             f"{facts.get('class_name', 'an actor')} (pid {facts.get('pid', 'unknown')}) died; what was durable is kept."
             " The kernel ends a process when memory runs out (see dmesg): then lower micro_batch_tokens or"
-            " rollout.max_batch_requests. The same command with the same run_dir goes on"
+            " rollout.max_batch_requests. `rollforward resume` with the run's directory goes on"
         ) from error
 
 
@@ -111,27 +113,33 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
     return RolloutPool(actors), LearnerPool(learners, settings)
 
 
-def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, seconds: float) -> None:
+def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, seconds: float) -> None:
     tasks = {
         before.task: {"eval_before": before.accuracy, "eval_after": after.accuracy}
         for before, after in zip(outcome.before, outcome.after, strict=True)
     }
+    gains = {name: values["eval_after"] - values["eval_before"] for name, values in tasks.items()}
     rows: dict[str, object] = {
-        f"{name} accuracy": f"{values['eval_before']:.3f} -> {values['eval_after']:.3f}"
+        f"{name} accuracy": f"{values['eval_before']:.3f} -> {values['eval_after']:.3f} ({gains[name]:+.3f})"
         for name, values in tasks.items()
     }
     model_dir = run_dir / "model"
     rows |= {
         "model": model_dir,
-        "answers": run_dir / evaluation_name(outcome.steps),
+        "held-out answers": run_dir / evaluation_name(outcome.steps),
+        "sampled answers": run_dir / ANSWERS_NAME,
         "metrics": run_dir / METRICS_NAME,
         "token log": run_dir / "wal",
-        "in Python": f"rollforward.model.load_model({str(model_dir)!r}, precision={run.precision!r})",
     }
-    console.summary(f"trained {outcome.steps} steps in {seconds:.0f} s", rows)
+    then = {"in Python": f"rollforward.model.load_model({str(model_dir)!r}, precision={run.precision!r})"}
+    if tracker.wandb_place is not None:
+        rows["W&B"] = tracker.wandb_place
+        if run.tracker.mode == "offline":
+            then["to W&B"] = f"wandb sync {shlex.quote(tracker.wandb_place)}/offline-run-*"
+    console.summary(f"trained {outcome.steps} steps in {seconds:.0f} s", rows, then)
     result = {
         "tasks": tasks,
-        "eval_gain_min": min(values["eval_after"] - values["eval_before"] for values in tasks.values()),
+        "eval_gain_min": min(gains.values()),
         "steps": outcome.steps,
         "rollout_probs_diff_max": outcome.rollout_probs_diff_max,
         "tokens": outcome.trained_tokens,

@@ -46,6 +46,7 @@ def test_only_results_go_to_standard_output(capsys: pytest.CaptureFixture[str]) 
     fail("first\nsecond")
     result("42")
     summary("done", {"accuracy": 0.123456, "run": "x"})
+    summary("done", {"run": "x"}, {"look": "less x"})
     output = capsys.readouterr()
-    assert output.out == "42\ndone\n  accuracy  0.1235\n  run       x\n"
+    assert output.out == "42\ndone\n  accuracy  0.1235\n  run       x\ndone\n  run   x\nnext\n  look  less x\n"
     assert output.err == "going on\nerror: first\nerror: second\n"

@@ -24,7 +24,9 @@ def _finish(*words: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "DeepSpeed" not in done.stdout, "standard output holds results, not what libraries print"
     assert "Token authentication" not in done.stderr
-    told = re.findall(r"^  (model|held-out answers|answers|metrics|token log|W&B) +(\S.*)$", done.stdout, re.MULTILINE)
+    told = re.findall(
+        r"^  (model|held-out answers|sampled answers|metrics|token log|W&B) +(\S.*)$", done.stdout, re.MULTILINE
+    )
     assert len(told) >= 5, done.stdout
     assert [path for _, path in told if not Path(path).exists()] == []
     return json.loads(done.stdout.strip().splitlines()[-1])
