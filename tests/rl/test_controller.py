@@ -160,9 +160,7 @@ class _WatchingLearner:
 
 
 @pytest.mark.parametrize("keep_samples", [False, True])
-def test_samples_stay_until_a_checkpoint_covers_their_step(
-    model_dir: Path, tmp_path: Path, keep_samples: bool
-) -> None:
+def test_samples_stay_until_a_checkpoint_covers_their_step(model_dir: Path, tmp_path: Path, keep_samples: bool) -> None:
     run = small_run(tmp_path / "run", model_dir, checkpoint_every_steps=2, steps=5, keep_samples=keep_samples)
     controller, learner, rollout = build_controller(run)
     watching = _WatchingLearner(learner, tmp_path / "run")
