@@ -19,13 +19,24 @@ def main(run: EvalRun) -> int:
     run_dir = Path(run.run_dir).resolve()
     model_dir = Path(run.model_dir)
     parts = load_parts(
-        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.sampling.max_new_tokens
+        model_dir,
+        run.tasks,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_new_tokens=run.sampling.max_new_tokens,
+        sandbox=run.sandbox,
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     root = run_dir / WEIGHTS_NAME
     manifest = publish_weights(root, 0, parts.model_config, read_packed(model_dir, parts.model_config))
     evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
-    replica = Replica("eval", run_dir / "wal" / "eval", parts.model_config, precision=run.precision, config=run.rollout)
+    replica = Replica(
+        "eval",
+        run_dir / "wal" / "eval",
+        parts.model_config,
+        precision=run.precision,
+        config=run.rollout,
+        environment=parts.environment,
+    )
     try:
         check_acknowledgement(manifest, replica.load_weights(version_directory(root, 0)))
         results = evaluator.evaluate(replica.generate, step=0, policy_version=0)

@@ -15,7 +15,10 @@ from rollforward.rl.sampling import PromptEncoder
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tasks.types import Task
+from rollforward.rollout.environment import EnvironmentConfig, TaskTools
+from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.weights import check_manifest
+from rollforward.sandbox.config import SandboxConfig
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,24 +32,34 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts to tokens, with the run's limit."""
     tasks: tuple[Task, ...]
     """What is asked."""
+    environment: EnvironmentConfig | None
+    """What answers turns in the replicas; None where no task has tools."""
 
 
 def load_parts(
-    model_dir: Path, task_configs: Sequence[TaskConfig], *, max_prompt_tokens: int, max_new_tokens: int
+    model_dir: Path,
+    task_configs: Sequence[TaskConfig],
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    sandbox: SandboxConfig,
 ) -> Parts:
     """Load what a run needs besides weights, of which the files' headers and, where there is a manifest, the hashes are
-    checked.
+    checked. Tools are started once, to see that this machine can.
 
     Args:
         model_dir: checkpoint with its tokenizer.
         task_configs: what is asked.
         max_prompt_tokens: a longer prompt is an error when it is met.
         max_new_tokens: tokens that may be sampled after a prompt, where a task has no budget of its own.
+        sandbox: where tools run.
 
     Raises:
         ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
         ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
         TaskError: a task cannot be built as configured.
+        ToolError, EnvironmentConfigError: a tool cannot be offered, or its task leaves no room for answers.
+        SandboxUnavailableError: this machine cannot isolate tools.
     """
     config = load_model_config(model_dir / "config.json")
     tokenizer = Tokenizer.load(model_dir)
@@ -71,4 +84,22 @@ def load_parts(
     check_manifest(model_dir, config)
     encoding = ChatEncoding(tokenizer)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
-    return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=build_tasks(task_configs))
+    tasks = build_tasks(task_configs)
+    environment = _environment(model_dir, task_configs, sandbox)
+    return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=tasks, environment=environment)
+
+
+def _environment(
+    model_dir: Path, task_configs: Sequence[TaskConfig], sandbox: SandboxConfig
+) -> EnvironmentConfig | None:
+    tools = {
+        task.name: TaskTools(tools=task.tools, effort=task.effort, max_observation_tokens=task.max_observation_tokens)
+        for task in task_configs
+        if task.tools
+    }
+    if not tools:
+        return None
+    config = EnvironmentConfig(model_dir=str(model_dir.resolve()), tasks=tools, sandbox=sandbox)
+    one_worker = msgspec.structs.replace(config, sandbox=msgspec.structs.replace(sandbox, workers=1))
+    build_environment(one_worker).close()
+    return config

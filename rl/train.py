@@ -38,7 +38,11 @@ def main(run: RLRun) -> int:
     run_dir = Path(run.run_dir).resolve()
     model_dir = Path(run.model_dir).resolve()
     parts = load_parts(
-        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=run.sampling.max_new_tokens
+        model_dir,
+        run.tasks,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_new_tokens=run.sampling.max_new_tokens,
+        sandbox=run.sandbox,
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     with losses_named(), ExitStack() as stack:
@@ -92,7 +96,12 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
     environment = {"env_vars": library_environment()}
     actors = [
         RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
-            f"engine-{index}", run_dir / "wal" / f"engine-{index}", parts.model_config, run.precision, run.rollout
+            f"engine-{index}",
+            run_dir / "wal" / f"engine-{index}",
+            parts.model_config,
+            run.precision,
+            run.rollout,
+            parts.environment,
         )
         for index in range(run.rollout.engines)
     ]

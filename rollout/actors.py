@@ -13,6 +13,7 @@ import ray
 from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.environment import EnvironmentConfig
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
@@ -26,10 +27,18 @@ class RolloutActor:
     """One replica in its own process."""
 
     def __init__(
-        self, name: str, log_directory: Path, model_config: ModelConfig, precision: Precision, config: RolloutConfig
+        self,
+        name: str,
+        log_directory: Path,
+        model_config: ModelConfig,
+        precision: Precision,
+        config: RolloutConfig,
+        environment: EnvironmentConfig | None,
     ) -> None:
         """Open the replica; see ``Replica``."""
-        self._replica = Replica(name, log_directory, model_config, precision=precision, config=config)
+        self._replica = Replica(
+            name, log_directory, model_config, precision=precision, config=config, environment=environment
+        )
 
     def load_weights(self, directory: Path) -> WeightsAck:
         """See ``Replica.load_weights``."""

@@ -15,6 +15,8 @@ from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine
+from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
@@ -26,7 +28,14 @@ class Replica:
     """Owns the log of its name in the run directory; what is durable there survives the process."""
 
     def __init__(
-        self, name: str, log_directory: Path, model_config: ModelConfig, *, precision: Precision, config: RolloutConfig
+        self,
+        name: str,
+        log_directory: Path,
+        model_config: ModelConfig,
+        *,
+        precision: Precision,
+        config: RolloutConfig,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         """Open the log (fencing an older process of the same name) and recover what it holds.
 
@@ -35,13 +44,24 @@ class Replica:
             log_directory: of this replica alone.
             model_config: the model. precision: number formats.
             config: batching, threads and durability.
+            environment: what answers turns; None where no request has tools.
+
+        Raises:
+            EnvironmentConfigError, ToolError, SandboxUnavailableError: the environment cannot be built.
+            WalLockedError, WalUsageError, WalFencedError, OSError: see ``open_log``.
         """
         torch.set_num_threads(config.threads)
         self.name = name
+        self._environment = None if environment is None else build_environment(environment)
         self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
         self._problems = recovered.problems
         self._engine: Engine = LocalEngine(
-            model_config, precision=precision, config=config, log=self._log, recovered=recovered
+            model_config,
+            precision=precision,
+            config=config,
+            log=self._log,
+            recovered=recovered,
+            environment=self._environment,
         )
 
     def load_weights(self, directory: Path) -> WeightsAck:
@@ -72,5 +92,7 @@ class Replica:
         return self._log.stats()
 
     def close(self) -> None:
-        """Make everything durable and give the log back."""
+        """Make everything durable, give the log back, and end the environment."""
         self._log.close()
+        if self._environment is not None:
+            self._environment.close()

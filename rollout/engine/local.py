@@ -9,10 +9,10 @@ One step of the loop:
                                                                              |
                                                      finished --log.append_close--> delivered once durable
 
-A forward mixes sequences that decode with chunks of those that prefill. A sequence keeps its cache while a tool works
-for it, and only when no sequence can run does the engine wait for a tool. Members of a group have the same prompt: one
-of them (the leader) computes its prefill, the others copy its cache. No choice made here changes a bit of any
-completion: rows do not depend on the batch and draws are keyed by seed and position.
+A step computes the next token of all that decode and chunks of those that prefill. A sequence keeps its cache while a
+tool works for it, and only when no sequence can run does the engine wait for a tool. Members of a group have the same
+prompt: one of them (the leader) computes its prefill, the others copy its cache. No choice made here changes a bit of
+any completion: rows do not depend on the batch and draws are keyed by seed and position.
 
 Not here: the forward (forward.py), memory ownership (pool.py), a request's state (sequence.py), what an earlier process
 logged (resume.py), drawing (draw.py), the log (rollout/wal.py), tools (rollout/tool_environment.py).
@@ -222,7 +222,7 @@ class LocalEngine:
             sequence.observe(observation.token_ids)
 
     def _step(self, version: int) -> None:
-        """Run one forward over what is due, draw where a chunk reaches the end of its sequence, and log the draws."""
+        """Compute what is due, draw where a chunk reaches the end of its sequence, and log the draws."""
         chunks = self._next_chunks()
         if not chunks:
             return
@@ -241,7 +241,7 @@ class LocalEngine:
             self._draw(drawing, logits_BV[[compact[row] for row in rows]], version)
 
     def _next_chunks(self) -> list[Chunk]:
-        """Return what the next forward computes: every sequence that decodes, then at most prefill_chunk_tokens."""
+        """Return what the next step computes: every sequence that decodes, then at most prefill_chunk_tokens."""
         running = [sequence for sequence in self._running if sequence.can_run]
         chunks = [Chunk(sequence, 1) for sequence in running if sequence.num_missing == 1]
         budget = self._config.prefill_chunk_tokens

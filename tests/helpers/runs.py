@@ -128,6 +128,7 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
         run.tasks,
         max_prompt_tokens=run.max_prompt_tokens,
         max_new_tokens=run.sampling.max_new_tokens,
+        sandbox=run.sandbox,
     )
     settings = LearnerSettings(
         model_dir=run.model_dir,
@@ -145,6 +146,7 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
             parts.model_config,
             precision=run.precision,
             config=run.rollout,
+            environment=parts.environment,
         )
         for index in range(run.rollout.engines)
     ]

@@ -13,7 +13,7 @@ from tests.helpers.runs import small_run, write_model
 
 def _load(model_dir: Path, max_new_tokens: int = 6) -> Parts:
     run = small_run(model_dir, model_dir)
-    return load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=max_new_tokens)
+    return load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=max_new_tokens, sandbox=run.sandbox)
 
 
 def _without(name: str) -> Callable[[Path], None]:

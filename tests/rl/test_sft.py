@@ -46,7 +46,9 @@ def _loop(run_dir: Path, model_dir: Path, **changes: Any) -> SFTLoop:
     run = msgspec.convert(values | changes, SFTRun)
     run_dir.mkdir(parents=True, exist_ok=True)
     join_alone(run_dir)
-    parts = load_parts(model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=8)
+    parts = load_parts(
+        model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=8, sandbox=run.sandbox
+    )
     return SFTLoop(run, parts, model_dir, Tracker(run_dir, run.tracker, run_config={}))
 
 

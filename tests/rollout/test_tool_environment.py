@@ -1,0 +1,259 @@
+"""Proves: what a turn says is called as written and answered in its order, whatever a policy writes; an engine with
+real tools samples the same bits whatever the batch, the workers or a crash.
+
+A small model writes no calls, so the engine's environment reads one out of a hash of each turn; everything behind that
+(parser, sandbox, rendering) is real. Isolation is proved in tests/sandbox.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollforward.model.config import ModelConfig
+from rollforward.model.encoding import ChatEncoding
+from rollforward.model.precision import PackedTensor, pack_published
+from rollforward.model.shapes import param_specs
+from rollforward.model.tokenizer import DSML, TokenizerConfig, train_tokenizer
+from rollforward.rollout.environment import EnvironmentConfig, TaskTools
+from rollforward.rollout.errors import EnvironmentConfigError
+from rollforward.rollout.tool_environment import ToolEnvironment, build_environment, fit_observation
+from rollforward.rollout.types import Completion, FailureType, Request, StopReason, ToolUse
+from rollforward.rollout.wal_recovery import recover
+from rollforward.sandbox.config import SandboxConfig, ToolConfig
+from rollforward.sandbox.function import FunctionSandbox
+from rollforward.sandbox.types import Call, CallResult, CallStatus
+from tests.helpers.crashes import CrashError, crash_at
+from tests.helpers.replicas import make_requests, open_engine
+from tests.helpers.tiny import random_params, tiny_config
+
+CALCULATOR = (ToolConfig(name="calculator"),)
+MATHS = TaskTools(tools=CALCULATOR, max_observation_tokens=64)
+TOOLS = ToolUse(task="maths", max_turns=3, max_observation_tokens=64)
+
+
+@functools.cache
+def encoding() -> ChatEncoding:
+    texts = ["<tool_result>1 + 2</tool_result>", "calculator", "expression", "error: invoke parameter name string"]
+    return ChatEncoding(train_tokenizer(texts * 20, TokenizerConfig(vocab_size=384)))
+
+
+def written(*expressions: str, tool: str = "calculator") -> str:
+    calls = "\n".join(
+        f'<{DSML}invoke name="{tool}">\n<{DSML}parameter name="expression" string="true">{expression}</{DSML}parameter>'
+        f"\n</{DSML}invoke>"
+        for expression in expressions
+    )
+    return f"\n\n<{DSML}tool_calls>\n{calls}\n</{DSML}tool_calls>"
+
+
+def turn_ids(text: str) -> np.ndarray:
+    """Ids of a turn that spells its control tokens out."""
+    tokenizer = encoding().tokenizer
+    ids: list[int] = []
+    for index, part in enumerate(text.split(DSML)):
+        ids += [tokenizer.control_id(DSML)] if index else []
+        ids += tokenizer.encode(part)
+    return np.array([*ids, tokenizer.eos_id], dtype=np.int32)
+
+
+def request(max_observation_tokens: int = 64) -> Request:
+    tools = msgspec.structs.replace(TOOLS, max_observation_tokens=max_observation_tokens)
+    return make_requests([4], tools=tools)[0]
+
+
+class ScriptedRunner:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Call, Future[CallResult]]] = []
+        self.is_down = False
+
+    def submit(self, call: Call) -> Future[CallResult]:
+        self.calls.append((call, Future()))
+        return self.calls[-1][1]
+
+    def answer(self, index: int, text: str, status: CallStatus = CallStatus.OK) -> None:
+        self.calls[index][1].set_result(CallResult(status=status, text=text, detail="it broke"))
+
+    def shutdown(self) -> None:
+        self.is_down = True
+
+
+@pytest.fixture
+def runner() -> ScriptedRunner:
+    return ScriptedRunner()
+
+
+@pytest.fixture
+def environment(runner: ScriptedRunner) -> ToolEnvironment:
+    return ToolEnvironment(encoding(), {"maths": MATHS}, {CALCULATOR: runner})
+
+
+def observed(environment: ToolEnvironment) -> list[int]:
+    (observation,) = environment.collect(block=True)
+    assert observation.failure is None
+    return observation.token_ids.tolist()
+
+
+def test_results_come_in_the_order_of_the_calls(environment: ToolEnvironment, runner: ScriptedRunner) -> None:
+    ids = turn_ids("Let me see." + written("1 + 2", "3 * 4"))
+    assert environment.is_call(request(), ids)
+    assert not environment.is_call(request(), turn_ids("The answer is 3."))
+    environment.begin(request(), ids, turn=1)
+    assert [call.arguments for call, _ in runner.calls] == [{"expression": "1 + 2"}, {"expression": "3 * 4"}]
+    runner.answer(1, "12")
+    assert environment.collect(block=False) == []
+    runner.answer(0, "3")
+    assert observed(environment) == encoding().encode_observation(["3", "12"])
+    environment.close()
+    assert runner.is_down
+
+
+def test_what_a_tool_says_of_its_failure_is_an_answer(environment: ToolEnvironment, runner: ScriptedRunner) -> None:
+    environment.begin(request(), turn_ids(written("1 / 0")), turn=1)
+    runner.answer(0, "ZeroDivisionError: division by zero", CallStatus.ERROR)
+    assert observed(environment) == encoding().encode_observation(["error: ZeroDivisionError: division by zero"])
+
+
+def test_a_broken_sandbox_is_an_infra_failure(environment: ToolEnvironment, runner: ScriptedRunner) -> None:
+    environment.begin(request(), turn_ids(written("1", "2")), turn=1)
+    runner.answer(0, "1")
+    runner.answer(1, "", CallStatus.INFRA)
+    (observation,) = environment.collect(block=True)
+    assert (observation.failure, observation.detail) == (FailureType.INFRA, "it broke")
+    assert observation.token_ids.size == 0
+
+
+@pytest.mark.parametrize(
+    "text", [f"<{DSML}tool_calls>", f"a {DSML}", written("1") + " and more", written("1").replace("name=", "nam=")]
+)
+def test_a_malformed_call_is_told_and_nothing_runs(
+    environment: ToolEnvironment, runner: ScriptedRunner, text: str
+) -> None:
+    ids = turn_ids(text)
+    assert environment.is_call(request(), ids)
+    environment.begin(request(), ids, turn=1)
+    assert encoding().decode_turn(observed(environment)).count("error: ") == 1
+    assert runner.calls == []
+
+
+def test_answers_are_cut_inside_their_texts() -> None:
+    limit = 48
+    frame = encoding().encode_observation(["", ""])
+    for texts in (["1", "2"], ["x" * 500, "2"], ["日本" * 90, "\ud800" * 40], ["", ""]):
+        ids = fit_observation(encoding(), texts, MATHS, limit)
+        assert len(ids) <= limit
+        told = encoding().decode_turn(ids)
+        assert told.count("<tool_result>") == told.count("</tool_result>") == 2
+        assert [ids[0], *ids[-2:]] == [frame[0], *frame[-2:]]
+        is_short = (
+            len(encoding().encode_observation([text.encode(errors="replace").decode() for text in texts])) <= limit
+        )
+        assert ("(cut)" in told) != is_short
+    assert "too many calls" in encoding().decode_turn(fit_observation(encoding(), ["1"] * 40, MATHS, limit))
+
+
+def test_a_task_that_leaves_no_room_for_an_answer_is_refused(runner: ScriptedRunner) -> None:
+    narrow = msgspec.structs.replace(MATHS, max_observation_tokens=8)
+    with pytest.raises(EnvironmentConfigError, match=r"max_observation_tokens is 8; .* shortest answer"):
+        ToolEnvironment(encoding(), {"maths": narrow}, {CALCULATOR: runner})
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> FunctionSandbox:
+    with FunctionSandbox(SandboxConfig(workers=2), CALCULATOR) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (written("1 + 2", "2 ** 10"), ["3", "1024"]),
+        (written("1 / 0"), None),
+        (written("1", tool="compass"), None),
+        (written("1").replace("expression", "formula"), None),
+    ],
+)
+def test_real_tools_answer(sandbox: FunctionSandbox, text: str, said: list[str] | None) -> None:
+    environment = ToolEnvironment(encoding(), {"maths": MATHS}, {CALCULATOR: sandbox})
+    environment.begin(request(), turn_ids(text), turn=1)
+    ids = observed(environment)
+    if said is not None:
+        assert ids == encoding().encode_observation(said)
+    else:
+        assert "error: " in encoding().decode_turn(ids)
+
+
+def test_an_environment_is_built_from_its_record(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(encoding().tokenizer.serialized)
+    config = EnvironmentConfig(model_dir=str(tmp_path), tasks={"maths": MATHS}, sandbox=SandboxConfig(workers=1))
+    environment = build_environment(config)
+    environment.begin(request(), turn_ids(written("6 * 7")), turn=1)
+    assert observed(environment) == encoding().encode_observation(["42"])
+    environment.close()
+    environment.close()
+
+
+class _CallingEncoding(ChatEncoding):
+    """Reads most turns as one or two calls, from a hash of their tokens."""
+
+    def decode_turn(self, token_ids: Sequence[int]) -> str:
+        first, second, third = hashlib.blake2b(np.array(token_ids).tobytes(), digest_size=3).digest()
+        expressions = [f"{first} + {second}", f"{second} // ({third // 3} % 2)"][: third % 3]
+        return written(*expressions) if expressions else "an answer"
+
+
+def _config() -> ModelConfig:
+    return msgspec.structs.replace(tiny_config(), vocab_size=encoding().tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def packed() -> dict[str, PackedTensor]:
+    """The end of a turn stands out among the 384 tokens, or no turn would end."""
+    params = random_params(_config())
+    params["head.weight"][encoding().tokenizer.eos_id] *= 4
+    return {spec.name: pack_published(spec, params[spec.name]) for spec in param_specs(_config())}
+
+
+def _requests() -> list[Request]:
+    return make_requests([3, 40], members=3, max_new_tokens=28, vocab_size=_config().vocab_size, tools=TOOLS)
+
+
+def _environment(sandbox: FunctionSandbox) -> ToolEnvironment:
+    return ToolEnvironment(_CallingEncoding(encoding().tokenizer), {"maths": MATHS}, {CALCULATOR: sandbox})
+
+
+def _sample(
+    directory: Path, packed: dict[str, PackedTensor], sandbox: FunctionSandbox, **limits: int
+) -> list[Completion]:
+    engine, log = open_engine(directory, packed, model_config=_config(), environment=_environment(sandbox), **limits)
+    with log:
+        return engine.generate(_requests())
+
+
+def test_an_engine_with_real_tools_samples_the_same_bits_after_a_crash_and_in_any_batch(
+    packed: dict[str, PackedTensor], sandbox: FunctionSandbox, tmp_path: Path
+) -> None:
+    undisturbed = _sample(tmp_path / "a", packed, sandbox)
+    assert {StopReason.EOS, StopReason.TURNS} <= {completion.stop_reason for completion in undisturbed}
+    answers = [text for completion in undisturbed for text in _observations(completion)]
+    assert any("error: " in text for text in answers)
+    assert _sample(tmp_path / "b", packed, sandbox, max_batch_requests=3, prefill_chunk_tokens=16) == undisturbed
+    engine, log = open_engine(tmp_path / "c", packed, model_config=_config(), environment=_environment(sandbox))
+    crash_at(log, 20)
+    with pytest.raises(CrashError):
+        engine.generate(_requests())
+    log.abandon()
+    assert _sample(tmp_path / "c", packed, sandbox) == undisturbed
+    assert recover(tmp_path / "c").problems == ()
+
+
+def _observations(completion: Completion) -> list[str]:
+    pieces = np.split(completion.token_ids, np.flatnonzero(np.diff(completion.sampled_mask)) + 1)
+    return [encoding().decode_turn(piece.tolist()) for piece in pieces[1::2]]
