@@ -69,7 +69,7 @@ def spawn(program: Path, channel: socket.socket, errors: IO[bytes]) -> subproces
     command += ["--chdir", "/tmp", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1"]
     # Not -I: it would ignore PYTHONHASHSEED, without which equal calls answer unequally; the environment is empty.
-    python = ["--", os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", _PROGRAM]
+    python = ["--", _interpreter(), "-P", "-s", "-S", "-B", _PROGRAM]
     if os.geteuid() != 0:
         return subprocess.Popen(command + python, stdin=channel.fileno(), stdout=errors, stderr=errors, cwd="/")
     info, info_end = os.pipe()
@@ -118,6 +118,12 @@ def _map_users(info: int) -> None:
     child = Path(f"/proc/{json.loads(data)['child-pid']}")
     for name in ("uid_map", "gid_map"):
         (child / name).write_bytes(b"0 0 1\n%d %d 1\n" % (SANDBOX_ID, SANDBOX_ID))
+
+
+def _interpreter() -> str:
+    """The Python that this environment was made from: what lies inside has its libraries, not the environment's."""
+    named = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return os.path.realpath(named if named.exists() else sys.executable)
 
 
 def _identity() -> Iterator[str]:

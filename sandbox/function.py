@@ -8,6 +8,7 @@ and from everything that outlives it). What it does not:
 - CPU time: a call may keep as many cores busy as it has processes, until its deadline.
 - Memory is limited by process, so that a call can hold `max_processes * memory_bytes + tmp_bytes`.
 - Where the host's user is not root, processes in the sandbox are that user's: its `kill` reaches them.
+- /usr and this Python can be read, by nobody in particular: no secret belongs there.
 - The tools' own code: a file is imported in the warm process, before any call, by whoever configured it.
 
 A text of the model is a value here and never code, whatever it looks like: only a tool may decide to run it.
@@ -15,6 +16,7 @@ A text of the model is a value here and never code, whatever it looks like: only
 
 import asyncio
 import contextlib
+import json
 import queue
 import socket
 import subprocess
@@ -58,9 +60,7 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Warm:
     """One warm process. Belongs to the thread that made it and dies with it; any thread may kill it."""
 
-    def __init__(self, config: SandboxConfig, tools: Sequence[ToolConfig]) -> None:
-        limits = {name: getattr(config, name) for name in ("memory_bytes", "max_processes", "tmp_bytes")}
-        setup = {"tools": {tool.name: tool_source(tool) for tool in tools}, "limits": limits}
+    def __init__(self, setup: bytes, tools: Sequence[ToolConfig], start_timeout_s: float) -> None:
         with contextlib.ExitStack() as stack:
             errors = stack.enter_context(tempfile.TemporaryFile())
             self._channel, inside = socket.socketpair()
@@ -69,7 +69,7 @@ class _Warm:
                 self._process = spawn(Path(zygote.__file__), inside, errors)
             stack.callback(_end, self._process, self._channel)
             try:
-                self._check_start(*self._exchange(msgspec.json.encode(setup), config.start_timeout_s), tools)
+                self._check_start(*self._exchange(setup, start_timeout_s), tools)
             except _LostError as error:
                 _end(self._process, self._channel)
                 raise unavailable(errors, f"the warm process did not come up: {error}") from None
@@ -159,6 +159,9 @@ class FunctionSandbox:
             raise ToolError(f"tools are {names}; a name may stand there once. Remove or rename one")
         for tool in tools:
             load_tool(tool)
+        limits = {name: getattr(config, name) for name in ("memory_bytes", "max_processes", "tmp_bytes")}
+        # Read once: a tool does not change because a warm process was lost.
+        self._setup = msgspec.json.encode({"tools": {t.name: tool_source(t) for t in tools}, "limits": limits})
         self._lock = threading.Lock()
         self._is_closed = False
         self._waiting: queue.SimpleQueue[tuple[Call, bytes, Future[CallResult]] | None] = queue.SimpleQueue()
@@ -230,7 +233,9 @@ class FunctionSandbox:
         if call.tool not in self._tools:
             return f"there is no tool {call.tool!r}; there are {', '.join(sorted(self._tools)) or 'none'}", b""
         try:
-            payload = msgspec.json.encode({"tool": call.tool, "arguments": call.arguments})
+            # Not msgspec, which refuses integers beyond 64 bits and half characters.
+            text = json.dumps({"tool": call.tool, "arguments": call.arguments}, ensure_ascii=False)
+            payload = text.encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError):
             return "the arguments are no JSON", b""
         most = self._config.max_argument_bytes
@@ -268,7 +273,7 @@ class FunctionSandbox:
                     self._replace(index)
                 outcome, said = self._warm[index].call(payload, tool.timeout_s, tool.max_output_chars)
                 result = self._result(tool, outcome, said)
-            except (_LostError, SandboxUnavailableError, OSError) as error:
+            except (_LostError, SandboxUnavailableError, ToolError, OSError) as error:
                 self._drop(index)
                 lost = str(error)
                 continue
@@ -295,7 +300,7 @@ class FunctionSandbox:
                 raise _LostError(detail)
 
     def _replace(self, index: int) -> None:
-        warm = _Warm(self._config, list(self._tools.values()))
+        warm = _Warm(self._setup, list(self._tools.values()), self._config.start_timeout_s)
         with self._lock:
             self._warm[index] = warm
             if self._is_closed:

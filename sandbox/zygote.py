@@ -175,9 +175,11 @@ def _deny(number: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int, 
     return (_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)
 
 
-def _install_filter() -> None:
-    steps = seccomp_filter()
-    program = _Program(len(steps), (_Filter * len(steps))(*steps))
+def _program(steps: list[tuple[int, int, int, int]]) -> _Program:
+    return _Program(len(steps), (_Filter * len(steps))(*steps))
+
+
+def _install(program: _Program) -> None:
     _check(_LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "installing seccomp")
 
 
@@ -194,10 +196,12 @@ def _limit(limits: dict[str, int], seconds: float) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
     }
     for name, value in values.items():
-        resource.setrlimit(name, (value, value))
+        hard = resource.getrlimit(name)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (most, most))
 
 
-def _enter(answers: int, limits: dict[str, int], seconds: float) -> None:
+def _enter(answers: int, limits: dict[str, int], seconds: float, program: _Program) -> None:
     """Shut a call's process in. Afterwards it holds three descriptors of /dev/null and `answers`."""
     os.setsid()  # a signal to the process group would otherwise reach the zygote, namespaces or not
     null = os.open("/dev/null", os.O_RDWR)
@@ -211,7 +215,7 @@ def _enter(answers: int, limits: dict[str, int], seconds: float) -> None:
     os.chdir("/tmp")
     _limit(limits, seconds)
     _keep_capabilities(0)
-    _install_filter()
+    _install(program)
 
 
 def _shorten(text: str, max_chars: int) -> str:
@@ -273,6 +277,7 @@ class Zygote:
     def __init__(self, tools: dict[str, Callable[..., Any]], limits: dict[str, int]) -> None:
         self._tools = tools
         self._limits = limits
+        self._program = _program(seccomp_filter())
         self._own = os.pidfd_open(os.getpid())
 
     def call(self, request: bytes, seconds: float, max_chars: int) -> tuple[bytes, bytes]:
@@ -314,8 +319,8 @@ class Zygote:
         status = 1
         try:
             try:
-                _enter(answers, self._limits, seconds)
-            except OSError as error:
+                _enter(answers, self._limits, seconds, self._program)
+            except (OSError, ValueError) as error:
                 _write(answers, str(error).encode())
             else:
                 _write(answers, _ENTERED)

@@ -64,6 +64,8 @@ def test_calls_that_are_not_understood(sandbox: FunctionSandbox) -> None:
     assert ask(sandbox, "calculator", x=1).status == CallStatus.ERROR
     assert ask(sandbox, "calculator").text.startswith("TypeError: calculator() missing 1 required")
     assert ask(sandbox, "run", code="#" * (64 << 10)).text == "the arguments have more than 65536 bytes"
+    assert ask(sandbox, "echo", value={"value": 10**30}).text == str(10**30)
+    assert ask(sandbox, "echo", value={"value": "a\ud800"}).text == "a?"
     deep: list[Any] = []
     for _ in range(20_000):
         deep = [deep]
@@ -171,10 +173,11 @@ def test_bytes_that_are_no_text(sandbox: FunctionSandbox) -> None:
 # ---- Losses
 
 
-def test_a_killed_warm_process_is_replaced_within_the_call(tmp_path: Path) -> None:
+def test_a_killed_warm_process_is_replaced_within_the_call_by_the_same_tools(tmp_path: Path) -> None:
     slow = [ToolConfig(name="nap", file=str(tmp_path / "tools.py"), timeout_s=20.0)]
     tools_in(tmp_path)
-    with FunctionSandbox(SandboxConfig(workers=1), slow) as sandbox:
+    with FunctionSandbox(SandboxConfig(workers=1, memory_bytes=64 << 20, max_processes=1), slow) as sandbox:
+        (tmp_path / "tools.py").unlink()
         before = zygotes(os.getpid())[-1]
         future = sandbox.submit(Call(tool="nap", arguments={"seconds": 0.5}))
         wait_for(lambda: descendants(before))

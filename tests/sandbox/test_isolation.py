@@ -101,7 +101,7 @@ answer = [
 ]
 """
     assert answer(sandbox, code) == [1] * 14 + [38, 1, 1, 1, 1]
-    assert run(sandbox, "os.mknod('/tmp/vda', 0o60600, 0xFE00)").text.startswith("PermissionError")
+    assert run(sandbox, "os.mknod('vda', 0o60600, 0xFE00)").text.startswith("PermissionError")
     assert answer(sandbox, "answer = [os.getpid(), os.getppid()]") == [1, 0]
 
 
@@ -122,7 +122,7 @@ for folder in ('/', '/dev', '/usr', '/etc', sys.base_prefix, os.path.dirname(os.
 
 def test_nothing_is_left_for_the_next_call(tmp_path: Path) -> None:
     with FunctionSandbox(SandboxConfig(workers=1), tools_in(tmp_path)) as sandbox:
-        mark = "state.append(1); open('/tmp/mark', 'w'); os.umask(0); os.environ['MARK'] = '1'\n"
+        mark = "state.append(1); open('mark', 'w'); os.umask(0); os.environ['MARK'] = '1'\n"
         daemon = "if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(60)\n  os._exit(0)\n"
         start = time.monotonic()
         assert answer(sandbox, mark + daemon + "answer = 1") == 1
