@@ -111,8 +111,9 @@ class _Replay:
         # Per run, growing: tokens so far in this run, and the version of its last token.
         self._counts = np.zeros(1024, np.int64)
         self._versions = np.zeros(1024, np.int64)
-        # Per run the flag bits of the columns that its tokens must come with.
+        # Per run the flag bits of the columns that its tokens must come with; those of all runs together.
         self._asked = np.zeros(1024, np.uint8)
+        self._flags_asked = 0
         self._routes, self._kept = RaggedColumn(), RaggedColumn()
         self._columns: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], Int32Array, Float32Array]] = []
         self._where = ""
@@ -184,8 +185,8 @@ class _Replay:
             self._routes.add(runs, positions, step.routes.counts_N, step.routes.routes_PLK, known)
         if step.kept is not None:
             self._kept.add(runs, positions, step.kept.counts_T, step.kept.token_ids, known)
-        missing = self._asked[runs] & ~np.uint8(step.flags)
-        if missing.any():
+        if self._flags_asked & ~step.flags:
+            missing = self._asked[runs] & ~np.uint8(step.flags)
             for index in runs[missing != 0].tolist():
                 self._fail(self.runs[index], ProblemKind.BAD_RECORD, "STEP without the routes or kept sets asked for")
 
@@ -217,6 +218,7 @@ class _Replay:
             self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
             self._asked = np.concatenate([self._asked, np.zeros_like(self._asked)])
         self._asked[run.index] = asked_columns(opened.request)
+        self._flags_asked |= int(self._asked[run.index])
         if opened.attempt > 0:
             # What lost its OPEN belongs to an attempt before this one.
             self.orphans.pop(run.identity, None)
