@@ -52,8 +52,8 @@ from rollforward.rl.sampling import (
 )
 from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
+from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import Completion, Request
-from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import (
     WEIGHTS_NAME,
@@ -83,7 +83,7 @@ class Rollout(Protocol):
         """Return what was wrong with the replicas' logs when they were opened."""
         ...
 
-    def log_stats(self) -> list[WalStats]:
+    def log_stats(self) -> list[LogStats]:
         """Return every replica's log counters."""
         ...
 

@@ -7,10 +7,12 @@ zero-variance groups are taken over what counts: infra and data failures appear 
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
+from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import FailureType, Group, StopReason, Trajectory
-from rollforward.rollout.wal_commit import WalStats
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
@@ -31,19 +33,24 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     )
 
 
-def log_metrics(stats: Sequence[WalStats]) -> tuple[Metric, ...]:
-    """Return the counters of the replicas' token logs since they were opened, under `wal/`: sums, of `wal/sync_max_s`
-    the largest."""
+def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
+    """Return the counters of the replicas' token logs since they were opened: what was written, under `wal/`, and what
+    was taken from an earlier process, under `resume/`. Sums; of `wal/sync_max_s` the largest."""
+    counters = [
+        (f"{folder}/{name}", float(value))
+        for one in stats
+        for folder, record in (("wal", one.written), ("resume", one.resumed))
+        for name, value in msgspec.structs.asdict(record).items()
+    ]
     return tuple(
         Metric(
-            name=f"wal/{name}",
-            numerator=float(getattr(one, name)),
+            name=name,
+            numerator=value,
             denominator=1.0,
             per="replica",
-            reduction="max" if name == "sync_max_s" else "sum",
+            reduction="max" if name == "wal/sync_max_s" else "sum",
         )
-        for one in stats
-        for name in WalStats.__struct_fields__
+        for name, value in counters
     )
 
 

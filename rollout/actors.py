@@ -14,10 +14,9 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.environment import EnvironmentConfig
-from rollforward.rollout.replica import Replica
+from rollforward.rollout.replica import LogStats, Replica
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
-from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
 
@@ -56,7 +55,7 @@ class RolloutActor:
         """See ``Replica.log_problems``."""
         return self._replica.log_problems()
 
-    def log_stats(self) -> WalStats:
+    def log_stats(self) -> LogStats:
         """See ``Replica.log_stats``."""
         return self._replica.log_stats()
 
@@ -94,7 +93,7 @@ class RolloutPool:
             for problem in problems
         ]
 
-    def log_stats(self) -> list[WalStats]:
+    def log_stats(self) -> list[LogStats]:
         """Return every replica's log counters."""
         return ray.get([actor.log_stats.remote() for actor in self._actors])
 

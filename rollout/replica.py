@@ -8,6 +8,7 @@ Here: the machine that an actor wraps. Not here: Ray (actors.py), sampling (engi
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from rollforward.model.config import ModelConfig
@@ -17,11 +18,20 @@ from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
 from rollforward.rollout.tool_environment import build_environment
-from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.types import Completion, Request, ResumeStats
 from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
+
+
+class LogStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica wrote to its log, and what it took from it."""
+
+    written: WalStats
+    """Counters of the writer."""
+    resumed: ResumeStats
+    """Counters of what an earlier process had logged."""
 
 
 class Replica:
@@ -87,9 +97,9 @@ class Replica:
         """Return what was wrong with the log when it was opened, with the requests that fail because of it."""
         return self._problems
 
-    def log_stats(self) -> WalStats:
+    def log_stats(self) -> LogStats:
         """Return the log's counters since the replica was opened."""
-        return self._log.stats()
+        return LogStats(written=self._log.stats(), resumed=self._engine.resume_stats())
 
     def close(self) -> None:
         """Make everything durable, give the log back, and end the environment."""

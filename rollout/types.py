@@ -247,6 +247,21 @@ class Completion(ArrayRecord, frozen=True, kw_only=True, eq=False):
         return tuple(self.token_ids[start:end] for start, end in zip(starts, ends, strict=True))
 
 
+class ResumeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica took from the log of an earlier process; the source of the `resume/*` metrics."""
+
+    answered: int = 0
+    """Requests that were over: answered from the log without a forward."""
+    resumed: int = 0
+    """Requests that went on from their last durable token."""
+    tokens: int = 0
+    """Sampled tokens of both, which were not drawn again."""
+    begun_again: int = 0
+    """Requests that damage made useless: sampled again, to the same tokens, under the next attempt."""
+    given_up: int = 0
+    """Damaged requests without an attempt left; they fail as infra."""
+
+
 class Segment(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """One sequence of a trajectory, as the model saw it: prompt, sampled tokens and observations in order.
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rollforward.model.precision import PackedTensor
-from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.types import Completion, Request, ResumeStats
 
 
 class Engine(Protocol):
@@ -34,6 +34,10 @@ class Engine(Protocol):
 
     def held_tensors(self) -> Mapping[str, Tensor]:
         """Return the very tensors that the engine's forward reads, by canonical name, for hashing."""
+        ...
+
+    def resume_stats(self) -> ResumeStats:
+        """Return what was taken from the log of an earlier process so far."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

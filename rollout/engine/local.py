@@ -38,7 +38,7 @@ from rollforward.rollout.engine.resume import LoggedRequests
 from rollforward.rollout.engine.sequence import Sequence, split_sets
 from rollforward.rollout.environment import Environment, Observation
 from rollforward.rollout.errors import EngineError, EngineInputError
-from rollforward.rollout.types import Completion, Request, RequestId, StopReason
+from rollforward.rollout.types import Completion, Request, RequestId, ResumeStats, StopReason
 from rollforward.rollout.wal import WalWriter
 from rollforward.rollout.wal_recovery import RecoveredLog
 
@@ -103,6 +103,10 @@ class LocalEngine:
     def held_tensors(self) -> Mapping[str, Tensor]:
         """Return the very tensors that the forward reads, by canonical name."""
         return self._forward.values
+
+    def resume_stats(self) -> ResumeStats:
+        """Return what was taken from the log of an earlier process so far."""
+        return self._logged.stats
 
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:

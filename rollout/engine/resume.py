@@ -7,11 +7,12 @@
 Not here: how a log becomes such requests (rollout/wal_recovery.py).
 """
 
+import msgspec
 import numpy as np
 
 from rollforward.rollout.engine.sequence import Sequence, failed_completion
 from rollforward.rollout.errors import EngineInputError
-from rollforward.rollout.types import Completion, FailureType, Request, StopReason
+from rollforward.rollout.types import Completion, FailureType, Request, ResumeStats, StopReason
 from rollforward.rollout.wal import WalWriter
 from rollforward.rollout.wal_recovery import RecoveredLog, RecoveredRequest
 
@@ -31,6 +32,12 @@ class LoggedRequests:
         self._failed = dict(recovered.failed)
         self._log = log
         self._max_attempts = max_attempts
+        self._stats = ResumeStats()
+
+    @property
+    def stats(self) -> ResumeStats:
+        """What was taken so far."""
+        return self._stats
 
     def check(self, request: Request) -> None:
         """Refuse a request whose identity the log holds with other contents.
@@ -64,7 +71,9 @@ class LoggedRequests:
             return Sequence.fresh(request)
         sequence = Sequence.resumed(request, held)
         if held.close is None:
+            self._count(resumed=1, tokens=sequence.num_sampled)
             return sequence
+        self._count(answered=1, tokens=sequence.num_sampled)
         sequence.stop_reason, sequence.failure = held.close.stop_reason, held.close.failure
         return sequence.completion(held.version_spans[0].policy_version)
 
@@ -73,7 +82,9 @@ class LoggedRequests:
     ) -> Completion | Sequence:
         attempt = 1 + (0 if held is None else held.attempt)
         if attempt < self._max_attempts:
+            self._count(begun_again=1)
             return Sequence.fresh(request, attempt=attempt)
+        self._count(given_up=1)
         seq = self._log.append_close_recovered(
             request.id,
             StopReason.ABORTED,
@@ -82,3 +93,7 @@ class LoggedRequests:
         )
         self._log.wait_durable(seq)
         return failed_completion(request, policy_version)
+
+    def _count(self, **more: int) -> None:
+        stats = self._stats
+        self._stats = msgspec.structs.replace(stats, **{name: getattr(stats, name) + n for name, n in more.items()})

@@ -23,10 +23,9 @@ from rollforward.rl.setup import load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Task
 from rollforward.rl.tracker import Tracker
-from rollforward.rollout.replica import Replica
+from rollforward.rollout.replica import LogStats, Replica
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
-from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
 from tests.helpers.ranks import join_alone
@@ -110,7 +109,7 @@ class LocalRollout:
     def log_problems(self) -> list[Problem]:
         return [problem for replica in self.replicas for problem in replica.log_problems()]
 
-    def log_stats(self) -> list[WalStats]:
+    def log_stats(self) -> list[LogStats]:
         return [replica.log_stats() for replica in self.replicas]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ A small model writes no calls, so the engine's environment reads one out of a ha
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -166,7 +166,7 @@ def test_a_task_that_leaves_no_room_for_an_answer_is_refused(runner: ScriptedRun
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> FunctionSandbox:
+def sandbox() -> Generator[FunctionSandbox]:
     with FunctionSandbox(SandboxConfig(workers=2), CALCULATOR) as started:
         yield started
 

@@ -14,7 +14,7 @@ from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.model.transformer import Model
 from rollforward.rollout.engine.sampler import draw_tokens, signed_seed
 from rollforward.rollout.errors import EngineError, EngineInputError
-from rollforward.rollout.types import Completion, FailureType, Request, StopReason
+from rollforward.rollout.types import Completion, FailureType, Request, ResumeStats, StopReason
 from rollforward.rollout.wal import WalWriter
 from rollforward.rollout.wal_records import RecordType
 from rollforward.rollout.wal_recovery import recover
@@ -190,6 +190,8 @@ def test_damaged_requests_are_sampled_again_to_the_same_bits_and_others_go_on(
     engine, log = open_engine(tmp_path, packed)
     with log:
         assert engine.generate(requests) == undisturbed
+        assert engine.resume_stats().begun_again == len(damaged.failed)
+        assert engine.resume_stats().answered == 4 - len(damaged.failed)
     after = recover(tmp_path)
     assert after.failed == {}
     assert {identity for identity, held in after.requests.items() if held.attempt == 1} == set(damaged.failed)
@@ -216,6 +218,7 @@ def test_a_request_that_damage_meets_at_its_last_attempt_fails_as_infra(
         engine, log = open_engine(tmp_path, packed, max_attempts=1)
         with log:
             answers = engine.generate(requests)
+            assert engine.resume_stats().given_up == len(failed)
         for answer, expected in zip(answers, undisturbed, strict=True):
             if answer.id in failed:
                 assert (answer.failure, answer.stop_reason) == (FailureType.INFRA, StopReason.ABORTED)
@@ -233,6 +236,7 @@ def test_the_budget_left_after_a_crash_is_what_was_not_logged(packed: dict[str, 
     engine, log = open_engine(tmp_path, packed)
     with log:
         (completion,) = engine.generate(requests)
+        assert engine.resume_stats() == ResumeStats(resumed=1, tokens=4)
     assert completion.token_ids.size <= 6
     assert recover(tmp_path).requests[requests[0].id].num_openings == 2
 

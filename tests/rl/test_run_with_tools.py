@@ -1,0 +1,73 @@
+"""Proves: the whole loop with tools, in one process: turns are sampled, answered, scored and trained, the trainer's
+log-probs are the engine's to the bit, and neither the number of engines nor a crash changes the weights.
+
+The model is untrained; ends of turns and the marker of calls stand out among its tokens, so that turns end and most of
+them call, malformed. That a model learns to call is proved by the recipe.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
+from rollforward.model.config import load_model_config
+from rollforward.model.tokenizer import DSML, Tokenizer
+from rollforward.rl.controller import RunOutcome
+from rollforward.rollout.wal_recovery import recover
+from rollforward.rollout.weights import read_published, version_directory
+from tests.helpers.crashes import CrashError, crash_at
+from tests.helpers.runs import TASK, build_controller, small_run, write_model
+
+CHANGES: dict[str, Any] = {
+    "tasks": [{**TASK, "tools": [{"name": "calculator"}], "max_observation_tokens": 96, "list_tools": False}],
+    "sampling": {"max_new_tokens": 20, "top_p": 0.95},
+    "micro_batch_tokens": 512,
+    "steps": 2,
+    "prompts_per_step": 3,
+    "eval": {"prompts": 2, "every_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plain = write_model(tmp_path_factory.mktemp("models") / "plain")
+    tokenizer, config = Tokenizer.load(plain), load_model_config(plain / "config.json")
+    params = dict(read_checkpoint(plain, config))
+    params["head.weight"] = params["head.weight"].clone()
+    params["head.weight"][[tokenizer.eos_id, tokenizer.control_id(DSML)]] *= 20
+    calling = plain.with_name("calling")
+    files = {"tokenizer.json": tokenizer.serialized.encode()}
+    write_checkpoint(calling, config, params, precision="fp32", extra_files=files)
+    return calling
+
+
+def _finish(run_dir: Path, model_dir: Path, **changes: Any) -> tuple[RunOutcome, dict[str, str]]:
+    run = small_run(run_dir, model_dir, **CHANGES | changes)
+    controller, _, rollout = build_controller(run)
+    try:
+        outcome = controller.run()
+    finally:
+        rollout.close()
+    return outcome, read_published(version_directory(run_dir / "weights", run.steps))[0].tensors
+
+
+def test_turns_are_trained_alike_whatever_the_engines_and_crashes(model_dir: Path, tmp_path: Path) -> None:
+    outcome, tensors = _finish(tmp_path / "one", model_dir)
+    assert outcome.rollout_probs_diff_max == 0.0
+    lines = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["num_turns/max"] for line in lines) > 1
+    held = recover(tmp_path / "one" / "wal" / "engine-0").requests.values()
+    assert any(request.observations for request in held)
+
+    engines = {"engines": 2, "threads": 1, "max_batch_requests": 3, "wal": {"level": "process"}}
+    assert _finish(tmp_path / "two", model_dir, rollout=engines) == (outcome, tensors)
+
+    run = small_run(tmp_path / "crash", model_dir, **CHANGES)
+    controller, _, rollout = build_controller(run)
+    crash_at(rollout.replicas[0]._log, 40)
+    with pytest.raises(CrashError):
+        controller.run()
+    rollout.replicas[0]._log.abandon()
+    assert _finish(tmp_path / "crash", model_dir) == (outcome, tensors)
