@@ -14,7 +14,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": ("kernels",),
     "sandbox": ("sandbox",),
     "conf": ("conf",),
-    "model": ("model", "kernels", "conf.errors", "conf.console"),
+    "model": ("model", "kernels", "sandbox.types", "conf.errors", "conf.console"),
     "rollout": ("rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console"),
     "rl": ("rl", "rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console", "conf.load"),
     "distill": ("distill", "rl", "rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console", "conf.load"),
