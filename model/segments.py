@@ -5,7 +5,8 @@ one longer segment, packed training is segments that start at 0 without a cache:
 because everything that depends on the arrangement is an index computed here.
 
 Reductions over keys run in absolute tiles of 64 (a token's tile is its position // 64, an entry's its index // 64), so
-a query's order of sums is a function of its own position alone.
+a query's order of sums is a function of its own position alone. Queries are multiplied in groups of up to 16 of one
+sequence, which share their key tiles; a row's bits do not depend on its group.
 
 Here: index records, in numpy, computed once per forward. Not here: storage (``cache.py``), arithmetic
 (``attention.py``).
@@ -21,6 +22,11 @@ from torch import Tensor
 
 from rollforward.kernels.rowwise import SUM_TILE
 from rollforward.model.errors import ModelInputError
+
+
+_QUERY_BLOCK = 16
+"""Positions whose queries form one group. Small, because every group is padded to the largest one: a short sequence
+beside a long one would else be multiplied at the long one's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +169,16 @@ class SegmentBatch:
         return torch.tensor([segment.slot for segment in self.segments])
 
     def _build_groups(self) -> None:
-        """Group queries by (segment, absolute block of 64 positions): the members of a group share their key tiles."""
+        """Group queries by (segment, absolute block of positions): the members of a group share their key tiles."""
         segment = np.repeat(np.arange(len(self.segments)), self._length)
         self._position = np.arange(self.num_tokens) - self._offset[segment] + self._start[segment]
-        block = self._position // SUM_TILE
+        block = self._position // _QUERY_BLOCK
         new_group = np.ones(self.num_tokens, dtype=bool)
         new_group[1:] = (segment[1:] != segment[:-1]) | (block[1:] != block[:-1])
         group_T = np.cumsum(new_group) - 1
         first_T = np.flatnonzero(new_group)
         self._group_segment = segment[first_T]
-        self._group_block = block[first_T]
+        self._group_tile = block[first_T] * _QUERY_BLOCK // SUM_TILE
         rank_T = np.arange(self.num_tokens) - first_T[group_T]
         num_queries = int(rank_T.max()) + 1
         query_GQ = np.full((len(first_T), num_queries), self.num_tokens)
@@ -186,8 +192,8 @@ class SegmentBatch:
     def window_index(self) -> WindowIndex:
         """Window keys: the absolute tiles that hold positions t - W + 1 .. t of the group's queries."""
         num_tiles = (self.window - 2) // SUM_TILE + 2
-        first_tile = self._group_block - num_tiles + 1
-        used = max(1, int(min(num_tiles, (self._group_block + 1).max())))
+        first_tile = self._group_tile - num_tiles + 1
+        used = max(1, int(min(num_tiles, (self._group_tile + 1).max())))
         first_tile = first_tile + (num_tiles - used)
         position_GS = first_tile[:, None] * SUM_TILE + np.arange(used * SUM_TILE)
         segment_G1 = self._group_segment[:, None]
