@@ -149,7 +149,7 @@ def log_ratio_means(inputs: LossInputs) -> Tensor:
         raise LossInputError(
             f"trajectory {index} has {int(inputs.trajectory_tokens_N[index])} trained tokens, of which this call sees"
             f" {int(present_N[index])}; a decision per sequence needs them all. Keep trajectories whole"
-            " (rl.batch.micro_batches does), or hand in log_ratio_mean_N from the sums of every part"
+            " (rl.packing does), or hand in log_ratio_mean_N from the sums of every part"
         )
     return log_ratio_sums(inputs) / inputs.trajectory_tokens_N.clamp(min=1)
 
