@@ -41,7 +41,7 @@ def build_wheel(root: Path, directory: Path) -> Path:
 
     Args:
         root: holds pyproject.toml.
-        directory: takes the wheel; must exist.
+        directory: takes the wheel and what the build leaves; must exist and be empty.
 
     Returns:
         The wheel.
@@ -70,7 +70,6 @@ def build_wheel(root: Path, directory: Path) -> Path:
     if done.returncode != 0 or not wheels:
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
         raise SubmitError(f"the wheel of {root} cannot be built: {said}\n`make setup` installs what the build needs.")
-    shutil.rmtree(copy)
     return wheels[0]
 
 

@@ -47,7 +47,7 @@ class FakeWandb:
         self.kept: list[tuple[int, dict[str, Any]]] = []
         self.metrics: list[tuple[str, str | None]] = []
         self.exit_codes: list[int] = []
-        self.step = 0
+        self.accepts_from = 0
         self.fails: set[str] = set()
 
     def init(self, **arguments: Any) -> "FakeWandb":
@@ -56,15 +56,20 @@ class FakeWandb:
         self.inits.append(arguments)
         return self
 
+    @property
+    def step(self) -> int:
+        """What the real one says: offline it knows nothing of earlier processes."""
+        return self.accepts_from if self.inits[-1]["mode"] == "online" else 0
+
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.metrics.append((name, step_metric))
 
     def log(self, record: dict[str, Any], step: int) -> None:
         if "log" in self.fails:
             raise RuntimeError("broken pipe")
-        if step >= self.step:
+        if step >= self.accepts_from:
             self.kept.append((step, record))
-            self.step = step + 1
+            self.accepts_from = step + 1
 
     def finish(self, exit_code: int) -> None:
         if "finish" in self.fails:
@@ -139,7 +144,7 @@ def test_without_a_checkpoint_the_id_is_kept_too(tmp_path: Path, fake: FakeWandb
 
 
 def test_online_wandb_knows_better_what_it_has(tmp_path: Path, fake: FakeWandb) -> None:
-    fake.step = 7
+    fake.accepts_from = 7
     tracker = _tracker(tmp_path, "online")
     tracker.log(1, {})
     assert [step for step, _ in fake.kept] == [7]
