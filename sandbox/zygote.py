@@ -203,7 +203,7 @@ def _limit(limits: dict[str, int], seconds: float) -> None:
 
 def _enter(answers: int, limits: dict[str, int], seconds: float, program: _Program) -> None:
     """Shut a call's process in. Afterwards it holds three descriptors of /dev/null and `answers`."""
-    os.setsid()  # a signal to the process group would otherwise reach the zygote, namespaces or not
+    os.setsid()  # a signal to its process group crosses namespaces; this one has nobody else in it
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
@@ -301,7 +301,7 @@ class Zygote:
             _, status = os.waitpid(pid, 0)  # returns when the whole PID namespace is gone
             os.close(process)
             os.close(answers)
-        return _outcome(said, os.waitstatus_to_exitcode(status), time.monotonic() >= end)
+        return outcome(said, os.waitstatus_to_exitcode(status), time.monotonic() >= end)
 
     def _fork(self) -> int:
         """Like os.fork, but the child is PID 1 of a new PID namespace."""
@@ -348,7 +348,17 @@ def _listen(answers: int, process: int, end: float) -> bytes:
     return bytes(said)
 
 
-def _outcome(said: bytes, exit_code: int, is_over: bool) -> tuple[bytes, bytes]:
+def outcome(said: bytes, exit_code: int, is_over: bool) -> tuple[bytes, bytes]:
+    """What became of a call's process.
+
+    Args:
+        said: all that it said.
+        exit_code: as of `os.waitstatus_to_exitcode`; -SIGKILL where it was killed because it had not ended.
+        is_over: whether its deadline is over.
+
+    Returns:
+        An `Outcome` and what it says.
+    """
     if not said.startswith(_ENTERED):
         return Outcome.LOST, said or f"exit code {exit_code} before the call began".encode()
     if exit_code == 0:

@@ -70,12 +70,14 @@ def descendants(pid: int) -> list[int]:
 
 def zygotes(pid: int) -> list[int]:
     """Warm processes below one: below bubblewrap is its Python."""
-    return [
-        inner
-        for outer in descendants(pid)
-        if (Path(f"/proc/{outer}/comm").read_text() == "bwrap\n")
-        for inner in descendants(outer)[:1]
-    ]
+    return [inner for outer in descendants(pid) if _name(outer) == "bwrap" for inner in descendants(outer)[:1]]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def is_gone(pid: int) -> bool:

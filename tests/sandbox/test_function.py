@@ -22,6 +22,7 @@ from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.errors import SandboxClosedError, SandboxUnavailableError, ToolError
 from rollforward.sandbox.function import FunctionSandbox
 from rollforward.sandbox.types import Call, CallResult, CallStatus
+from rollforward.sandbox.zygote import Outcome, outcome
 from tests.helpers.sandboxes import LIMITS, answer, ask, descendants, is_gone, run, tools_in, wait_for, zygotes
 
 
@@ -201,6 +202,26 @@ def test_a_call_whose_processes_are_killed_again_and_again_is_infra(tmp_path: Pa
         assert (result.status, result.text) == (CallStatus.INFRA, "")
         assert result.detail
         assert ask(sandbox, "nap", seconds=0).text == "awake"
+
+
+@pytest.mark.parametrize(
+    ("said", "exit_code", "is_over", "first"),
+    [
+        (b"+{}", 0, False, Outcome.ANSWER),
+        (b"+{}", 0, True, Outcome.ANSWER),
+        (b"+", 3, False, Outcome.KILLED),
+        (b"+", -11, False, Outcome.KILLED),
+        (b"+", -9, True, Outcome.TIMEOUT),
+        (b"+", -9, False, Outcome.LOST),
+        (b"", 0, False, Outcome.LOST),
+        (b"", -9, True, Outcome.LOST),
+        (b"[Errno 1] no", 1, False, Outcome.LOST),
+    ],
+)
+def test_a_call_is_lost_where_it_was_not_shut_in_or_killed_from_outside(
+    said: bytes, exit_code: int, is_over: bool, first: bytes
+) -> None:
+    assert outcome(said, exit_code, is_over)[0] == first
 
 
 PARENT = """
