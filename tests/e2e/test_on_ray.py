@@ -80,12 +80,15 @@ def test_a_killed_run_ends_with_the_same_weights_and_wandb_run(
         time.sleep(0.02)
     family = psutil.Process(driver.pid).children(recursive=True)
     assert len(family) > 4, "Ray's processes and the actors"
+    names = {process.pid: process.name() for process in family}
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     recipe.unlink()
     _, alive = psutil.wait_procs(family, timeout=30)
-    assert [process.cmdline()[:3] for process in alive] == []
+    left = {names[process.pid] for process in alive}
+    assert left <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}, "two of Ray's, which notice it after a minute"
     _finish("resume", str(run_dir))
+    assert psutil.wait_procs(alive, timeout=120)[1] == []
     assert _weights(run_dir) == _weights(undisturbed)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert {line["step"] for line in lines} == set(range(1, 7))
