@@ -171,7 +171,7 @@ class Controller:
             NonFiniteLossError, NoTrainableTrajectoriesError: the step cannot be trained; nothing was updated.
         """
         for problem in self._rollout.log_problems():
-            failed = f"; fails {', '.join(map(str, problem.requests))}" if problem.requests else ""
+            failed = f"; damaged: {', '.join(map(str, problem.requests))}" if problem.requests else ""
             say(f"token log, {problem.where}: {problem.kind}: {problem.detail}{failed}")
         state = self._restore()
         self._publish(state.step)

@@ -6,6 +6,7 @@ Here: the machine that an actor wraps. Not here: Ray (actors.py), sampling (engi
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -62,17 +63,22 @@ class Replica:
         """
         torch.set_num_threads(config.threads)
         self.name = name
-        self._environment = None if environment is None else build_environment(environment)
-        self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
-        self._problems = recovered.problems
-        self._engine: Engine = LocalEngine(
-            model_config,
-            precision=precision,
-            config=config,
-            log=self._log,
-            recovered=recovered,
-            environment=self._environment,
-        )
+        with ExitStack() as opened:
+            answering = None if environment is None else build_environment(environment)
+            if answering is not None:
+                opened.callback(answering.close)
+            self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
+            opened.callback(self._log.close)
+            self._problems = recovered.problems
+            self._engine: Engine = LocalEngine(
+                model_config,
+                precision=precision,
+                config=config,
+                log=self._log,
+                recovered=recovered,
+                environment=answering,
+            )
+            self._opened = opened.pop_all()
 
     def load_weights(self, directory: Path) -> WeightsAck:
         """Take a published version and prove what is held: hashes of the engine's own tensors."""
@@ -103,6 +109,4 @@ class Replica:
 
     def close(self) -> None:
         """Make everything durable, give the log back, and end the environment."""
-        self._log.close()
-        if self._environment is not None:
-            self._environment.close()
+        self._opened.close()

@@ -238,12 +238,17 @@ def test_a_lost_evaluation_is_named_with_its_way_out(model_dir: Path, tmp_path: 
         _finish(tmp_path / "run", model_dir, steps=1)
 
 
-def test_a_damaged_log_is_named_and_its_requests_are_left_out(
-    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("max_attempts", [1, 2])
+def test_a_damaged_log_is_named_and_its_requests_are_sampled_again_or_left_out(
+    undisturbed: tuple[RunOutcome, dict[str, str]],
+    model_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    max_attempts: int,
 ) -> None:
-    """Killed in the first step, then one flipped bit in the log of one replica of two: the run goes on without the
-    requests that were open there."""
-    replicas = {"threads": 1, "wal": {"level": "process"}, "engines": 2}
+    """Killed in the first step, then one flipped bit in the log of one replica of two: the requests that were open
+    there are sampled again to the same weights, or, where that was their last attempt, the run goes on without them."""
+    replicas = {"threads": 1, "wal": {"level": "process"}, "engines": 2, "max_attempts": max_attempts}
     controller, learner, rollout = build_controller(small_run(tmp_path / "run", model_dir, rollout=replicas))
     controller._learner = _DyingLearner(learner, 1, after_update=False)  # type: ignore[assignment]
     with pytest.raises(_KilledError):
@@ -256,11 +261,15 @@ def test_a_damaged_log_is_named_and_its_requests_are_left_out(
     last_open = max(index for index, frame in enumerate(frames) if frame.frame_type == RecordType.OPEN)
     data[frames[last_open + 1].end - 1] ^= 1
     segment.write_bytes(data)
-    _finish(tmp_path / "run", model_dir, rollout=replicas)
-    assert "lost_frames: 1 lost frames; 4 open requests fail; fails s0-p" in capsys.readouterr().err
+    finished = _finish(tmp_path / "run", model_dir, rollout=replicas)
+    assert "lost_frames: 1 lost frames; 4 open requests fail; damaged: s0-p" in capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["failure/infra/rate"] == 0.5
+    is_sampled_again = max_attempts > 1
+    assert lines[0]["failure/infra/rate"] == (0 if is_sampled_again else 0.5)
     assert lines[1]["failure/infra/rate"] == 0
+    assert lines[0]["resume/begun_again"] == (4 if is_sampled_again else 0)
+    assert lines[0]["resume/given_up"] == (0 if is_sampled_again else 4)
+    assert (finished == undisturbed) == is_sampled_again
 
 
 def test_a_replica_that_does_not_hold_what_was_published_gets_no_request(model_dir: Path, tmp_path: Path) -> None:
