@@ -79,9 +79,8 @@ def submit(arguments: Sequence[str]) -> int:
         except (RuntimeError, ValueError) as error:
             raise SubmitError(f"{asked.address} refuses the job: {_told(error)}") from error
     console.say(f"job {job} on {asked.address}: {asked.entrypoint}")
-    console.say(
-        f"stop it: RAY_AUTH_MODE={library_environment()['RAY_AUTH_MODE']} ray job stop --address {asked.address} {job}"
-    )
+    mode = library_environment().get("RAY_AUTH_MODE", "token")
+    console.say(f"stop it: RAY_AUTH_MODE={mode} ray job stop --address {asked.address} {job}")
     if (run_dir := _run_dir(asked.words)) is not None:
         console.say(f"go on with it later: rollforward submit resume {shlex.quote(run_dir)} address={asked.address}")
     if not asked.wait:
