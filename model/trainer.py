@@ -173,7 +173,7 @@ class Trainer:
             total += value
             # DeepSpeed averages over ranks; parts of a step's loss are to be added.
             self._engine.backward(part.loss * world_size)
-        rate = self._learning_rate()
+        rate = self._optim.rate(self._num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         self._engine.step()
@@ -220,10 +220,6 @@ class Trainer:
         if path is None:
             raise TrainerError(f"{directory} holds no trainer state; resume from another checkpoint")
         self._num_steps = int(state["num_steps"])
-
-    def _learning_rate(self) -> float:
-        warmup = self._optim.warmup_steps
-        return self._optim.lr * min(1.0, (self._num_steps + 1) / warmup) if warmup else self._optim.lr
 
 
 def _finite_everywhere(value: float) -> bool:

@@ -183,7 +183,7 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 " sampling.temperature=1"
             )
         _check_sequences_fit(self.tasks, self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
-        _check_warmup(self.optim, self.steps)
+        _check_schedule(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
 
@@ -235,7 +235,7 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             answer_key="max_answer_tokens",
         )
         _check_one_engine(self.rollout, "sft evaluates")
-        _check_warmup(self.optim, self.steps)
+        _check_schedule(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
 
@@ -300,11 +300,18 @@ def _check_sequences_fit(
         )
 
 
-def _check_warmup(optim: OptimConfig, steps: int) -> None:
+def _check_schedule(optim: OptimConfig, steps: int) -> None:
     if optim.warmup_steps > steps:
         raise ValueError(
             f"optim.warmup_steps is {optim.warmup_steps}, but the run has {steps} steps and would never reach"
             f" optim.lr. Set optim.warmup_steps={steps} or fewer"
+        )
+    last = optim.warmup_steps + optim.decay_steps
+    if 0 < optim.decay_steps and last < steps:
+        raise ValueError(
+            f"optim.decay_steps is {optim.decay_steps} after {optim.warmup_steps} of warm-up, but the run has {steps}"
+            f" steps, of which the last {steps - last} would change nothing. Set"
+            f" optim.decay_steps={steps - optim.warmup_steps} or more, or 0"
         )
 
 

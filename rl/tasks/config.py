@@ -94,6 +94,10 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of its parameter."""
     metadata: str
     """Key of the question's metadata with the argument's value; `expression` for chain_sum."""
+    share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    """Share of the questions that are shown so; the others are shown with the bare answer. A model that saw both can
+    learn by reinforcement when the tool pays.
+    """
 
 
 class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="reasoning_gym"):

@@ -106,7 +106,7 @@ class ReasoningGymTask:
             answer=None if answer is None else str(answer),
             effort=self._config.effort,
             tools=self._tools.listed,
-            demonstration=self._demonstration(item),
+            demonstration=self._demonstration(index, item),
         )
 
     def score(self, example: Example, text: str) -> Score:
@@ -164,9 +164,11 @@ class ReasoningGymTask:
                 f" {_nearest(demonstrate.metadata, metadata)}"
             )
 
-    def _demonstration(self, item: dict[str, Any]) -> tuple[Message, ...] | None:
+    def _demonstration(self, index: int, item: dict[str, Any]) -> tuple[Message, ...] | None:
         demonstrate = self._config.demonstrate
         if demonstrate is None or item["answer"] is None:
+            return None
+        if derive_key("demonstrate", self.name, index) >= demonstrate.share * 2**64:
             return None
         arguments = msgspec.json.encode({demonstrate.argument: item["metadata"][demonstrate.metadata]}).decode()
         answer = str(item["answer"])

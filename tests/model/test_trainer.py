@@ -216,6 +216,15 @@ def test_warm_up_rises_linearly_to_the_rate() -> None:
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
 
 
+def test_the_rate_falls_linearly_after_the_warm_up() -> None:
+    config = tiny_config()
+    trainer = _trainer(config, warmup_steps=2, decay_steps=4)
+    batch = _batch(config, (9,), seed=1)
+    rates = [trainer.train_step([batch], _negative_sum()).learning_rate for _ in range(6)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert OptimConfig(lr=1.0, decay_steps=4).rate(4) == 0.0
+
+
 def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = _trainer(tiny_config())
 

@@ -89,6 +89,11 @@ def test_an_unknown_key_is_refused_by_name(root: type, path: str) -> None:
         ("optim.lr", 0, r"\$\.optim\.lr"),
         ("optim.betas", [0.9, 1.0], r"\$\.optim\.betas"),
         ("optim.warmup_steps", 11, r"optim\.warmup_steps is 11, but the run has 10 steps.*Set optim\.warmup_steps=10"),
+        (
+            "optim.decay_steps",
+            9,
+            r"decay_steps is 9 after 0 of warm-up, but the run has 10 steps, of which the last 1 .*10",
+        ),
         ("sampling.temperature", 1e-30, r"temperature is 1e-30; .*overflow.*\$\.sampling"),
         ("eval.temperature", 1e-30, r"temperature is 1e-30; .*overflow.*\$\.eval"),
         ("sampling.temperature", 0, r"temperature is 0; .*Set sampling\.temperature=1"),
@@ -120,6 +125,7 @@ def test_wrong_values_of_an_rl_run_are_refused_with_the_way_out(path: str, value
         ("algo.kl_beta", 0),
         ("sampling.max_new_tokens", 512),
         ("optim.warmup_steps", 10),
+        ("optim.decay_steps", 10),
         ("eval.prompts", 200),
     ],
 )

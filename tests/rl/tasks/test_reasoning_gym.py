@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from rollforward.model.messages import Message, ToolCall
+from rollforward.rl.conversations import solved_messages
 from rollforward.rl.errors import TaskError
 from rollforward.rl.tasks.config import Demonstration, ReasoningGymConfig, TaskConfig
 from rollforward.rl.tasks.registry import build_task, build_tasks
@@ -212,6 +213,15 @@ def test_a_demonstration_calls_the_tool_with_the_questions_metadata() -> None:
     )
     assert (example.effort, [one.name for one in example.tools]) == ("high", ["calculator"])
     assert build_task(config(heldout_size=5)).example(7).demonstration is None
+
+
+def test_a_share_of_the_questions_is_shown_with_the_tool() -> None:
+    task = build_task(config(tools=CALCULATOR, demonstrate=msgspec.structs.replace(SHOWN, share=0.3), heldout_size=5))
+    shown = [task.example(index).demonstration is not None for index in range(1000)]
+    assert 250 < sum(shown) < 350
+    assert shown[:50] == [task.example(index).demonstration is not None for index in range(50)]
+    answered = next(task.example(index) for index in range(1000) if not shown[index])
+    assert solved_messages(answered)[-1].content == answered.answer
 
 
 @pytest.mark.parametrize(
