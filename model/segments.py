@@ -23,7 +23,6 @@ from torch import Tensor
 from rollforward.kernels.rowwise import SUM_TILE
 from rollforward.model.errors import ModelInputError
 
-
 _QUERY_BLOCK = 16
 """Positions whose queries form one group. Small, because every group is padded to the largest one: a short sequence
 beside a long one would else be multiplied at the long one's size."""

@@ -307,7 +307,7 @@ def _check_schedule(optim: OptimConfig, steps: int) -> None:
             f" optim.lr. Set optim.warmup_steps={steps} or fewer"
         )
     last = optim.warmup_steps + optim.decay_steps
-    if 0 < optim.decay_steps and last < steps:
+    if optim.decay_steps > 0 and last < steps:
         raise ValueError(
             f"optim.decay_steps is {optim.decay_steps} after {optim.warmup_steps} of warm-up, but the run has {steps}"
             f" steps, of which the last {steps - last} would change nothing. Set"

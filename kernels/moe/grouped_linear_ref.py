@@ -21,7 +21,8 @@ def grouped_linear_backward_ref(
     """Return the gradients of x and w; an expert's rows are added in one product, in row order."""
     grad_w = torch.zeros_like(w_ENK)
     grad_x: list[Tensor] = []
-    for (expert, x), (_, grad) in zip(_by_expert(x_RK, expert_of_tile), _by_expert(grad_RN, expert_of_tile), strict=True):
+    rows = zip(_by_expert(x_RK, expert_of_tile), _by_expert(grad_RN, expert_of_tile), strict=True)
+    for (expert, x), (_, grad) in rows:
         grad_x.append(torch.bmm(grad, w_ENK[expert].expand(len(grad), -1, -1)).flatten(0, 1))
         torch.mm(grad.flatten(0, 1).t(), x.flatten(0, 1), out=grad_w[expert])
     return torch.cat(grad_x), grad_w
