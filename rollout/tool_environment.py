@@ -14,6 +14,7 @@ Not here: the grammar of calls (model/dsml.py), rendering (model/encoding.py), i
 import queue
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -186,5 +187,8 @@ def build_environment(config: EnvironmentConfig) -> ToolEnvironment:
     """
     encoding = ChatEncoding(Tokenizer.load(Path(config.model_dir)))
     sets = dict.fromkeys(task.tools for task in config.tasks.values())
-    runners = {tools: FunctionSandbox(config.sandbox, tools) for tools in sets}
-    return ToolEnvironment(encoding, config.tasks, runners)
+    with ExitStack() as started:  # one that fails to start leaves none behind
+        runners = {tools: started.enter_context(FunctionSandbox(config.sandbox, tools)) for tools in sets}
+        environment = ToolEnvironment(encoding, config.tasks, runners)
+        started.pop_all()
+    return environment

@@ -7,6 +7,7 @@ A small model writes no calls, so the engine's environment reads one out of a ha
 
 import functools
 import hashlib
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -198,6 +199,16 @@ def test_an_environment_is_built_from_its_record(tmp_path: Path) -> None:
     assert observed(environment) == encoding().encode_observation(["42"])
     environment.close()
     environment.close()
+
+
+def test_an_environment_that_cannot_be_built_leaves_no_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(encoding().tokenizer.serialized)
+    narrow = msgspec.structs.replace(MATHS, max_observation_tokens=1)
+    config = EnvironmentConfig(model_dir=str(tmp_path), tasks={"maths": narrow}, sandbox=SandboxConfig(workers=1))
+    before = threading.active_count()
+    with pytest.raises(EnvironmentConfigError):
+        build_environment(config)
+    assert threading.active_count() == before
 
 
 class _CallingEncoding(ChatEncoding):
