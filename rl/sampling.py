@@ -135,7 +135,8 @@ def score_completions(
     for completion in completions:
         example = examples[completion.id.prompt]
         if completion.failure is not None and completion.failure.is_excluded:
-            scores.append(Unscored(failure=completion.failure, detail=f"the sampling of {completion.id} failed"))
+            how = f": {completion.detail}" if completion.detail else ""
+            scores.append(Unscored(failure=completion.failure, detail=f"the sampling of {completion.id} failed{how}"))
         else:
             scores.append(tasks[example.task].score(example, encoder.text(completion, example.effort)))
     return scores

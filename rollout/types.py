@@ -95,6 +95,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f" which is greedy, or at least {_MIN_TEMPERATURE}"
             )
 
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether tokens are drawn from less than the whole vocabulary, so that their kept sets are recorded."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 class RequestId(msgspec.Struct, frozen=True, order=True):
     """Identity of one trajectory; orders as training does and renders to `s12-p3-m0`, or `eval12-p3-m0`."""
@@ -223,6 +228,8 @@ class Completion(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """Why it ended."""
     failure: FailureType | None = None
     """What went wrong, or None."""
+    detail: str = ""
+    """How it failed, for a person. Not in the log, so empty where the completion is answered from it."""
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not fit each other and an abort without a failure type."""
@@ -257,7 +264,8 @@ class ResumeStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Sampled tokens of both, which were not drawn again."""
     begun_again: int = 0
-    """Requests that damage made useless: sampled again, to the same tokens, under the next attempt."""
+    """Requests that damage made useless, and evaluations that the platform failed: sampled again under the next
+    attempt."""
     given_up: int = 0
     """Damaged requests without an attempt left; they fail as infra."""
 

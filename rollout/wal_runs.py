@@ -109,9 +109,7 @@ class Run:
 
 def asked_columns(request: Request) -> int:
     """Returns the flag bits of the STEP columns that every token of a request must come with."""
-    sampling = request.sampling
-    is_cut = sampling.top_p != 1 or sampling.top_k != 0
-    return (ROUTES_FLAG if request.record_routes else 0) | (KEPT_FLAG if is_cut else 0)
+    return (ROUTES_FLAG if request.record_routes else 0) | (KEPT_FLAG if request.sampling.cuts_vocabulary else 0)
 
 
 def merge_runs(

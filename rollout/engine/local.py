@@ -216,7 +216,7 @@ class LocalEngine:
                 raise EngineError(f"the environment answered {observation.id}, which does not wait for an answer")
             if observation.failure is not None:
                 sequence.is_observing = False
-                sequence.failure = observation.failure
+                sequence.failure, sequence.detail = observation.failure, observation.detail
                 self._close(sequence, StopReason.ABORTED)
                 continue
             _check_observation(sequence.request, observation)

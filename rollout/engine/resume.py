@@ -1,6 +1,6 @@
 """What a log held when the engine was opened, request by request: to be answered from, gone on with, or begun again.
 
-    finished   -> its completion, without a forward
+    finished   -> its completion, without a forward; an evaluation that the platform failed: as damaged
     unfinished -> its sequence so far: the cache is computed again, the next token is drawn where the log ends
     damaged    -> the next attempt, with the same seed and so the same tokens; too many attempts: an infra failure
 
@@ -69,6 +69,8 @@ class LoggedRequests:
             return self._begin_again(request, held, policy_version)
         if held is None:
             return Sequence.fresh(request)
+        if self._is_worth_another_attempt(held):
+            return self._begin_again(request, held, policy_version)
         sequence = Sequence.resumed(request, held)
         if held.close is None:
             self._count(resumed=1, tokens=sequence.num_sampled)
@@ -76,6 +78,12 @@ class LoggedRequests:
         self._count(answered=1, tokens=sequence.num_sampled)
         sequence.stop_reason, sequence.failure = held.close.stop_reason, held.close.failure
         return sequence.completion(held.version_spans[0].policy_version)
+
+    def _is_worth_another_attempt(self, held: RecoveredRequest) -> bool:
+        """Whether the platform failed an evaluation, which may be repeated when the platform works again. A training
+        request may not: what was sampled after its step rests on what that step trained on."""
+        has_failed = held.close is not None and held.close.failure is FailureType.INFRA
+        return has_failed and held.request.id.is_eval and held.attempt + 1 < self._max_attempts
 
     def _begin_again(
         self, request: Request, held: RecoveredRequest | None, policy_version: int

@@ -11,7 +11,6 @@ from rollforward.rollout.types import (
     Int32Array,
     KeptSets,
     Request,
-    SamplingParams,
     StopReason,
 )
 from rollforward.rollout.wal_recovery import RecoveredRequest
@@ -101,6 +100,8 @@ class Sequence:
     """Why it ended, or None."""
     failure: FailureType | None = None
     """What went wrong, or None."""
+    detail: str = ""
+    """How it failed, for a person."""
     close_seq: int = -1
     """Log sequence number of the CLOSE record; the completion may leave when it is durable."""
 
@@ -164,7 +165,7 @@ class Sequence:
         """Append a sampled token; what it was drawn from is kept where the request cuts the vocabulary."""
         self.token_ids.append(token_id)
         self.behavior_logprobs.append(logprob)
-        if kept_ids is not None and cuts_vocabulary(self.request.sampling):
+        if kept_ids is not None and self.request.sampling.cuts_vocabulary:
             self.kept.append(kept_ids)
 
     def observe(self, token_ids: Int32Array) -> None:
@@ -190,10 +191,11 @@ class Sequence:
             sampled_mask=sampled_mask,
             behavior_logprobs=logprobs,
             routes=None if self.routes is None else self.routes.padded(len(self.token_ids)),
-            kept=self._kept_sets(sampled_mask) if cuts_vocabulary(self.request.sampling) else None,
+            kept=self._kept_sets(sampled_mask) if self.request.sampling.cuts_vocabulary else None,
             policy_version=policy_version,
             stop_reason=self.stop_reason,
             failure=self.failure,
+            detail=self.detail,
         )
 
     def _kept_sets(self, sampled_mask: np.ndarray) -> KeptSets:
@@ -207,11 +209,6 @@ def split_sets(kept: KeptSets) -> list[Int32Array]:
     return np.split(kept.token_ids, np.cumsum(kept.counts_T))[:-1]
 
 
-def cuts_vocabulary(sampling: SamplingParams) -> bool:
-    """Whether tokens are drawn from less than the whole vocabulary."""
-    return sampling.top_p < 1 or sampling.top_k > 0
-
-
 def failed_completion(request: Request, policy_version: int) -> Completion:
     """Return the record of a request whose log is damaged: nothing sampled, an infra failure (P1, P7)."""
     return Completion(
@@ -222,4 +219,5 @@ def failed_completion(request: Request, policy_version: int) -> Completion:
         policy_version=policy_version,
         stop_reason=StopReason.ABORTED,
         failure=FailureType.INFRA,
+        detail="the token log is damaged, and no attempt is left (rollout.max_attempts)",
     )

@@ -172,7 +172,26 @@ def test_a_broken_environment_is_an_infra_failure_of_its_request_alone(
                 continue
             assert (answer.stop_reason, answer.failure) == (StopReason.ABORTED, FailureType.INFRA)
             assert answer.token_ids.tolist() == expected.turns[0].tolist()
+            assert answer.detail == ("" if environment.begun == [] else "scripted")
     assert environment.begun == []
+
+
+def test_an_evaluation_that_the_environment_failed_is_asked_again_by_the_next_process(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    requests = [
+        msgspec.structs.replace(request, id=msgspec.structs.replace(request.id, is_eval=True))
+        for request in _requests()
+    ]
+    expected = [msgspec.structs.replace(one, id=request.id) for one, request in zip(undisturbed, requests, strict=True)]
+    broken = next(one.id for one in expected if len(one.turns) > 1)
+    failing = ScriptedEnvironment(VOCAB_SIZE, broken={broken})
+    for max_attempts in (2, 1):  # the second time no attempt is left, and the log answers
+        answers = _sample(tmp_path, packed, requests, failing, max_attempts=max_attempts)
+        assert [one.id for one in answers if one.failure is not None] == [broken]
+    assert _sample(tmp_path, packed, requests) == expected
+    assert recover(tmp_path).requests[broken].attempt == 1
+    assert recover(tmp_path).problems == ()
 
 
 def test_a_crash_at_every_record_of_a_trajectory_with_turns_changes_no_bit(
