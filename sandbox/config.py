@@ -14,7 +14,7 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     these) and defaults are its parameters. What it returns is the answer: a text, or a value that is written as JSON.
     """
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")]
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")]
     """Name of the function, which is the name that the model calls it by."""
     file: str | None = None
     """Python file with the function; it may import the standard library. null: the shipped tool of that name
