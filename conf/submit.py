@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import aiohttp
 import msgspec
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
@@ -48,6 +49,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return shlex.join(["python", "-m", "rollforward.conf.cli", *self.words])
 
 
+_PAUSE_S = 2.0
+"""Before a connection that broke is made again."""
+_MAX_SILENT = 30
+"""Questions without an answer after which nobody is asked any more, about a minute."""
 _NETWORK_WORDS = "Is the cluster up, and is this the address of its dashboard (http://HEAD:8265)?"
 _TOKEN_WORDS = (
     "Copy ~/.ray/auth_token of the machine that started the cluster to the same place here, or set RAY_AUTH_TOKEN to"
@@ -182,8 +187,12 @@ def _told(error: Exception) -> str:
 
 
 async def _follow(client: JobSubmissionClient, job: str) -> None:
-    """Prints the job's log until it has ended; a connection that breaks is taken up where it broke."""
-    shown = 0
+    """Prints the job's log until it has ended; a connection that breaks is taken up where it broke.
+
+    Raises:
+        SubmitError: the cluster has stopped answering. The job may go on.
+    """
+    shown = num_silent = 0
     while True:
         seen = 0
         try:
@@ -191,11 +200,20 @@ async def _follow(client: JobSubmissionClient, job: str) -> None:
                 console.pass_on(text[max(0, shown - seen) :])
                 seen += len(text)
                 shown = max(shown, seen)
-        except (OSError, RuntimeError):
-            await asyncio.sleep(2)
-        if JobStatus(client.get_job_status(job)).is_terminal():
-            return
-        await asyncio.sleep(0.2)
+        except (aiohttp.ClientError, OSError, RuntimeError):
+            await asyncio.sleep(_PAUSE_S)
+        try:
+            if JobStatus(client.get_job_status(job)).is_terminal():
+                return
+            num_silent = 0
+        except (OSError, RuntimeError) as error:
+            num_silent += 1
+            if num_silent == _MAX_SILENT:
+                raise SubmitError(
+                    f"the cluster has stopped answering: {_told(error)}. Job {job} goes on if its cluster does; ask for"
+                    f" it with: ray job status {job}"
+                ) from error
+        await asyncio.sleep(_PAUSE_S / 10)
 
 
 def _exit_code(client: JobSubmissionClient, job: str) -> int:

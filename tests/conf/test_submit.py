@@ -4,17 +4,20 @@ wheel is this source, tells its versions apart and names no dependency.
 Nothing is sent (tests/e2e/test_submit.py does).
 """
 
+import asyncio
 import os
 import re
 import shutil
 import sys
 import zipfile
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import aiohttp
 import pytest
 
-from rollforward.conf import cli
+from rollforward.conf import cli, submit
 from rollforward.conf.errors import ConfigError, SubmitError, UsageError
 from rollforward.conf.load import CONFIG_DIR, LIBRARY_ENVIRONMENT, library_environment, set_library_environment
 from rollforward.conf.submit import parse, runtime_environment
@@ -85,6 +88,38 @@ def test_what_would_fail_there_is_refused_here(
     """Before anything is built or sent: the address has no answer."""
     assert cli.main(["submit", *words, "address=http://127.0.0.1:9"]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+class _Cluster:
+    """Answers each question about a job with the next of its answers; errors are raised."""
+
+    def __init__(self, logs: Sequence[Sequence[str | Exception]], statuses: Sequence[str | Exception]) -> None:
+        self._logs, self._statuses = iter(logs), iter(statuses)
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        for piece in next(self._logs, ()):
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+    def get_job_status(self, job: str) -> str:
+        status = next(self._statuses)
+        if isinstance(status, Exception):
+            raise status
+        return status
+
+
+def test_a_log_that_breaks_off_is_printed_once_and_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submit, "_PAUSE_S", 0.0)
+    broken = aiohttp.ServerDisconnectedError()
+    logs = [["ab", "c", broken], [broken], ["abcd", "ef"]]
+    cluster = _Cluster(logs, [ConnectionError("no route"), "RUNNING", "SUCCEEDED"])
+    asyncio.run(submit._follow(cluster, "job"))
+    assert capsys.readouterr().out == "abcdef"
+    with pytest.raises(SubmitError, match="stopped answering: no route"):
+        asyncio.run(submit._follow(_Cluster([], [ConnectionError("no route")] * 30), "job"))
 
 
 def _copy(directory: Path) -> Path:
