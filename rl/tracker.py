@@ -60,9 +60,9 @@ class Tracker:
         self._run_dir, self._config, self._run_config = run_dir, config, dict(run_config)
         attempt, wandb_step = _last_line(path)
         self._attempt, self._next_step = attempt + 1, wandb_step + 1
+        for name in (METRICS_NAME, ANSWERS_NAME):
+            _end_last_line(run_dir / name)
         self._file = path.open("a", encoding="utf-8")
-        if _is_torn(path):
-            self._file.write("\n")
         self._start_s = time.monotonic()
         self._wandb: Any = None
         self._wandb_id: str | None = None
@@ -189,9 +189,11 @@ def _told(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether the last line lacks its end: its writer was killed."""
-    return path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+def _end_last_line(path: Path) -> None:
+    """Adds the end that the last line lacks where its writer was killed, so that the next line is one of its own."""
+    if path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
 
 
 def _last_line(path: Path) -> tuple[int, int]:

@@ -81,9 +81,15 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
-class Demonstration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How SFT shows a question of reasoning-gym answered with a tool: the assistant calls it with one argument taken
-    from the question's metadata, reads the right answer as its result, and gives it.
+Share = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+"""Share of a task's training questions."""
+
+
+class CallDemonstration(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="call"
+):
+    """SFT shows a question of reasoning-gym answered with a tool: the assistant calls it with one argument taken from
+    the question's metadata, reads the right answer as its result, and gives it.
 
     The tool is not run; that it returns the right answer's text for this argument is for you to make sure.
     """
@@ -94,10 +100,25 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of its parameter."""
     metadata: str
     """Key of the question's metadata with the argument's value; `expression` for chain_sum."""
-    share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    share: Share = 1.0
     """Share of the questions that are shown so; the others are shown with the bare answer. A model that saw both can
-    learn by reinforcement when the tool pays.
+    find out by reinforcement when the tool pays.
     """
+
+
+class TextDemonstration(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """SFT shows a fixed text in place of the right answer, such as one that declines."""
+
+    text: Annotated[str, msgspec.Meta(min_length=1)]
+    """What the assistant says."""
+    share: Share
+    """Share of the questions that are shown so; the others are shown with the right answer."""
+
+
+Demonstration = CallDemonstration | TextDemonstration
+"""What SFT learns instead of the bare answer, told apart by `type`."""
 
 
 class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="reasoning_gym"):
@@ -129,10 +150,11 @@ class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type
     def __post_init__(self) -> None:
         """Refuse a demonstration with a tool that the task has not."""
         super().__post_init__()
-        if self.demonstrate is not None and self.demonstrate.tool not in [tool.name for tool in self.tools]:
+        shown = self.demonstrate
+        if isinstance(shown, CallDemonstration) and shown.tool not in [tool.name for tool in self.tools]:
             have = ", ".join(tool.name for tool in self.tools) or "none"
             raise ValueError(
-                f"task {self.name}: demonstrate.tool is {self.demonstrate.tool!r}; it must be one of the task's tools,"
+                f"task {self.name}: demonstrate.tool is {shown.tool!r}; it must be one of the task's tools,"
                 f" which are {have}. Add it to tools"
             )
 

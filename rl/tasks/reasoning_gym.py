@@ -21,7 +21,7 @@ from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
 from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.answers import read_answer
-from rollforward.rl.tasks.config import ReasoningGymConfig
+from rollforward.rl.tasks.config import CallDemonstration, ReasoningGymConfig, TextDemonstration
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 
@@ -148,7 +148,7 @@ class ReasoningGymTask:
     def _check_demonstration(self) -> None:
         """Refuse a parameter that the tool has not, and metadata that the questions have not."""
         demonstrate = self._config.demonstrate
-        if demonstrate is None:
+        if not isinstance(demonstrate, CallDemonstration):
             return
         parameters = next(one.parameters for one in self._tools.specs if one.name == demonstrate.tool)
         known = parameters["properties"]
@@ -170,6 +170,8 @@ class ReasoningGymTask:
             return None
         if derive_key("demonstrate", self.name, index) >= demonstrate.share * 2**64:
             return None
+        if isinstance(demonstrate, TextDemonstration):
+            return (Message(role="assistant", content=demonstrate.text),)
         arguments = msgspec.json.encode({demonstrate.argument: item["metadata"][demonstrate.metadata]}).decode()
         answer = str(item["answer"])
         return (

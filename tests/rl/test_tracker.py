@@ -88,12 +88,14 @@ def test_lines_attempts_and_a_torn_line(tmp_path: Path) -> None:
     first = _tracker(tmp_path)
     first.log(1, {"critic/rewards/mean": 0.25, "bad": float("nan")})
     first.close()
-    with (tmp_path / METRICS_NAME).open("ab") as file:
-        file.write(b'{"step": 2, \xff"att')
+    for name in (METRICS_NAME, ANSWERS_NAME):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 2, \xff"att')
     second = _tracker(tmp_path)
     assert (first.attempt, second.attempt) == (0, 1)
-    second.log(2, {"critic/rewards/mean": 0.5})
+    second.log(2, {"critic/rewards/mean": 0.5}, (ANSWER,))
     second.close()
+    assert json.loads((tmp_path / ANSWERS_NAME).read_text(errors="replace").splitlines()[-1])["attempt"] == 1
     lines = (tmp_path / METRICS_NAME).read_text(errors="replace").splitlines()
     start, end = json.loads(lines[0]), json.loads(lines[-1])
     assert (start["step"], start["attempt"], start["critic/rewards/mean"], start["bad"]) == (1, 0, 0.25, None)

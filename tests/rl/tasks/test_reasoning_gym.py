@@ -14,7 +14,7 @@ import pytest
 from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.conversations import solved_messages
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import Demonstration, ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.config import CallDemonstration, ReasoningGymConfig, TaskConfig, TextDemonstration
 from rollforward.rl.tasks.registry import build_task, build_tasks
 from rollforward.rl.tasks.types import ScoreReason, Task
 from rollforward.sandbox.config import ToolConfig
@@ -195,7 +195,7 @@ def test_other_datasets_work_by_name(dataset: str) -> None:
         assert not task.score(example, "no idea").is_correct
 
 
-SHOWN = Demonstration(tool="calculator", argument="expression", metadata="expression")
+SHOWN = CallDemonstration(tool="calculator", argument="expression", metadata="expression")
 CALCULATOR = (ToolConfig(name="calculator"),)
 
 
@@ -220,6 +220,9 @@ def test_a_share_of_the_questions_is_shown_with_the_tool() -> None:
     shown = [task.example(index).demonstration is not None for index in range(1000)]
     assert 250 < sum(shown) < 350
     assert shown[:50] == [task.example(index).demonstration is not None for index in range(50)]
+    declining = build_task(config(demonstrate=TextDemonstration(text="I do not know.", share=0.3), heldout_size=5))
+    assert [declining.example(index).demonstration is not None for index in range(1000)] == shown
+    assert solved_messages(declining.example(shown.index(True)))[-1].content == "I do not know."
     answered = next(task.example(index) for index in range(1000) if not shown[index])
     assert solved_messages(answered)[-1].content == answered.answer
 
