@@ -26,7 +26,7 @@ from rollforward.conf.jobs import VERBS, plan_jobs
 from rollforward.conf.load import LIBRARY_ENVIRONMENT, decode, library_environment, set_api_address
 from rollforward.conf.wheel import build_wheel, source_root
 
-__all__ = ["Submission", "parse", "runtime_environment", "submit"]
+__all__ = ["Submission", "follow", "parse", "runtime_environment", "submit"]
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,7 +91,7 @@ def submit(arguments: Sequence[str]) -> int:
     if not asked.wait:
         return 0
     try:
-        asyncio.run(_follow(client, job))
+        asyncio.run(follow(client, job))
     except KeyboardInterrupt:
         console.say(f"job {job} goes on; only the watching has ended")
         raise
@@ -186,7 +186,7 @@ def _told(error: Exception) -> str:
     return next((line.partition(". ")[0].rstrip(".") for line in lines if line), type(error).__name__)
 
 
-async def _follow(client: JobSubmissionClient, job: str) -> None:
+async def follow(client: JobSubmissionClient, job: str) -> None:
     """Prints the job's log until it has ended; a connection that breaks is taken up where it broke.
 
     Raises:

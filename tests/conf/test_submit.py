@@ -12,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import aiohttp
@@ -115,11 +116,12 @@ def test_a_log_that_breaks_off_is_printed_once_and_to_its_end(
     monkeypatch.setattr(submit, "_PAUSE_S", 0.0)
     broken = aiohttp.ServerDisconnectedError()
     logs = [["ab", "c", broken], [broken], ["abcd", "ef"]]
-    cluster = _Cluster(logs, [ConnectionError("no route"), "RUNNING", "SUCCEEDED"])
-    asyncio.run(submit._follow(cluster, "job"))
+    cluster: Any = _Cluster(logs, [ConnectionError("no route"), "RUNNING", "SUCCEEDED"])
+    asyncio.run(submit.follow(cluster, "job"))
     assert capsys.readouterr().out == "abcdef"
+    silent: Any = _Cluster([], [ConnectionError("no route")] * 30)
     with pytest.raises(SubmitError, match="stopped answering: no route"):
-        asyncio.run(submit._follow(_Cluster([], [ConnectionError("no route")] * 30), "job"))
+        asyncio.run(submit.follow(silent, "job"))
 
 
 def _copy(directory: Path) -> Path:
