@@ -27,10 +27,11 @@ def execute(jobs: Sequence[Job]) -> int:
     for job in jobs:
         if job.run_dir is not None:
             check_settings(job.run_dir, job.config)
-    record_jobs(jobs)
     for index, job in enumerate(jobs):
         place = f"{index + 1} of {len(jobs)}: {job.name}"
         with contextlib.nullcontext() if job.run_dir is None else held(job.run_dir):
+            if index == 0:  # held: what a command at work has recorded is not replaced by one that is refused
+                record_jobs(jobs)
             code = _execute(job, place)
         if code != 0:
             return code

@@ -16,6 +16,7 @@ import pytest
 from rollforward.conf import cli, jobs
 from rollforward.conf.errors import ConfigError, RunDirError
 from rollforward.conf.resume import RUNS_NAME, recorded_jobs
+from rollforward.conf.run_dir import held
 
 
 class FakeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +84,14 @@ def test_a_run_inside_a_recipe_goes_on_up_to_itself(work: Work, capsys: pytest.C
     assert cli.main(["resume", "out/warmup/"]) == 0
     assert work.made == ["warmup 5"]
     assert f"next in this recipe: rollforward resume {Path('out').resolve()}" in capsys.readouterr().err
+
+
+def test_a_command_that_is_refused_does_not_replace_what_the_one_at_work_recorded(work: Work) -> None:
+    _interrupted(work, "warmup")
+    with held(Path("out/warmup")):
+        assert cli.main(["train", "recipe=three.yaml", "run_dir=out", "steps=9"]) == 2
+    assert cli.main(["resume", "out"]) == 0
+    assert work.made == ["warmup 5", "grpo 7"]
 
 
 def test_a_single_run(work: Work) -> None:
