@@ -168,10 +168,13 @@ def build_step_batch(
             if not is_masked and trajectory.num_trained_tokens > 0:
                 trained.append((trajectory, advantage))
     if not trained:
+        members = [trajectory for group in ordered for trajectory in group.trajectories]
+        num_lost = {kind: sum(one.failure == kind for one in members) for kind in FailureType if kind.is_excluded}
         raise NoTrainableTrajectoriesError(
-            f"none of the {sum(len(group.trajectories) for group in ordered)} trajectories can be trained; each was"
-            " lost to a failure, has no baseline, or is masked as truncated. See failure/* and"
-            " response_length/clip_ratio"
+            f"none of the {len(members)} trajectories can be trained;"
+            f" {', '.join(f'{count} failed as {kind}' for kind, count in num_lost.items())}, the others have no"
+            " baseline or are masked as truncated. Mend what failed. The token log goes on answering with failures of"
+            " sampling: to sample the step again remove run_dir/wal before you resume"
         )
     num_tokens = sum(trajectory.num_trained_tokens for trajectory, _ in trained)
     rows: list[TrajectoryRow] = []
