@@ -81,13 +81,18 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
-Share = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
-"""Share of a task's training questions."""
+class Shown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """For which questions of reasoning-gym a demonstration is."""
+
+    where: dict[str, int | float | str | bool] = {}
+    """Values that the question's metadata must have, such as `num_digits: 2`. Empty: every question."""
+    share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    """Share of those questions that are shown so; the others are shown with the bare answer. A model that saw both can
+    find out by reinforcement what pays.
+    """
 
 
-class CallDemonstration(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="call"
-):
+class CallDemonstration(Shown, frozen=True, kw_only=True, tag_field="type", tag="call"):
     """SFT shows a question of reasoning-gym answered with a tool: the assistant calls it with one argument taken from
     the question's metadata, reads the right answer as its result, and gives it.
 
@@ -100,21 +105,13 @@ class CallDemonstration(
     """Name of its parameter."""
     metadata: str
     """Key of the question's metadata with the argument's value; `expression` for chain_sum."""
-    share: Share = 1.0
-    """Share of the questions that are shown so; the others are shown with the bare answer. A model that saw both can
-    find out by reinforcement when the tool pays.
-    """
 
 
-class TextDemonstration(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
+class TextDemonstration(Shown, frozen=True, kw_only=True, tag_field="type", tag="text"):
     """SFT shows a fixed text in place of the right answer, such as one that declines."""
 
     text: Annotated[str, msgspec.Meta(min_length=1)]
     """What the assistant says."""
-    share: Share
-    """Share of the questions that are shown so; the others are shown with the right answer."""
 
 
 Demonstration = CallDemonstration | TextDemonstration
@@ -144,19 +141,19 @@ class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type
     """
     max_answer_chars: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """A longer answer scores 0 without being read, which bounds the verifier's time."""
-    demonstrate: Demonstration | None = None
-    """What SFT learns instead of the bare answer. null: the bare answer."""
+    demonstrate: tuple[Demonstration, ...] = ()
+    """What SFT learns instead of bare answers: for each question the first of these that is for it decides."""
 
     def __post_init__(self) -> None:
         """Refuse a demonstration with a tool that the task has not."""
         super().__post_init__()
-        shown = self.demonstrate
-        if isinstance(shown, CallDemonstration) and shown.tool not in [tool.name for tool in self.tools]:
-            have = ", ".join(tool.name for tool in self.tools) or "none"
-            raise ValueError(
-                f"task {self.name}: demonstrate.tool is {shown.tool!r}; it must be one of the task's tools,"
-                f" which are {have}. Add it to tools"
-            )
+        have = [tool.name for tool in self.tools]
+        for shown in self.demonstrate:
+            if isinstance(shown, CallDemonstration) and shown.tool not in have:
+                raise ValueError(
+                    f"task {self.name}: demonstrate.tool is {shown.tool!r}; it must be one of the task's tools, which"
+                    f" are {', '.join(have) or 'none'}. Add it to tools"
+                )
 
 
 class ExactReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="exact"):

@@ -21,7 +21,7 @@ from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
 from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.answers import read_answer
-from rollforward.rl.tasks.config import CallDemonstration, ReasoningGymConfig, TextDemonstration
+from rollforward.rl.tasks.config import CallDemonstration, Demonstration, ReasoningGymConfig, TextDemonstration
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 
@@ -66,7 +66,7 @@ class ReasoningGymTask:
         for question in sorted(self._heldout_questions):
             digest.update(question.encode("utf-8") + b"\0")
         digest.update(self._tools.digest)
-        self._check_demonstration()
+        self._check_demonstrations()
         self._fingerprint = digest.hexdigest()
 
     @property
@@ -145,40 +145,34 @@ class ReasoningGymTask:
             f"than heldout_size = {self._config.heldout_size}. Lower it, or widen the dataset's params."
         )
 
-    def _check_demonstration(self) -> None:
+    def _check_demonstrations(self) -> None:
         """Refuse a parameter that the tool has not, and metadata that the questions have not."""
-        demonstrate = self._config.demonstrate
-        if not isinstance(demonstrate, CallDemonstration):
-            return
-        parameters = next(one.parameters for one in self._tools.specs if one.name == demonstrate.tool)
-        known = parameters["properties"]
-        if demonstrate.argument not in known:
-            raise TaskError(
-                f"task {self.name}: demonstrate.argument is {demonstrate.argument!r}, which {demonstrate.tool} does not"
-                f" take. {_nearest(demonstrate.argument, known)}"
-            )
         metadata = self._item(0, "heldout")["metadata"]
-        if demonstrate.metadata not in metadata:
-            raise TaskError(
-                f"task {self.name}: questions of {self._config.dataset} have no metadata {demonstrate.metadata!r}."
-                f" {_nearest(demonstrate.metadata, metadata)}"
-            )
+        for shown in self._config.demonstrate:
+            keys = list(shown.where)
+            if isinstance(shown, CallDemonstration):
+                known = next(one.parameters for one in self._tools.specs if one.name == shown.tool)["properties"]
+                if shown.argument not in known:
+                    raise TaskError(
+                        f"task {self.name}: demonstrate.argument is {shown.argument!r}, which {shown.tool} does not"
+                        f" take. {_nearest(shown.argument, known)}"
+                    )
+                keys.append(shown.metadata)
+            for key in keys:
+                if key not in metadata:
+                    raise TaskError(
+                        f"task {self.name}: questions of {self._config.dataset} have no metadata {key!r}."
+                        f" {_nearest(key, metadata)}"
+                    )
 
     def _demonstration(self, index: int, item: dict[str, Any]) -> tuple[Message, ...] | None:
-        demonstrate = self._config.demonstrate
-        if demonstrate is None or item["answer"] is None:
-            return None
-        if derive_key("demonstrate", self.name, index) >= demonstrate.share * 2**64:
-            return None
-        if isinstance(demonstrate, TextDemonstration):
-            return (Message(role="assistant", content=demonstrate.text),)
-        arguments = msgspec.json.encode({demonstrate.argument: item["metadata"][demonstrate.metadata]}).decode()
-        answer = str(item["answer"])
-        return (
-            Message(role="assistant", content="", tool_calls=(ToolCall(name=demonstrate.tool, arguments=arguments),)),
-            Message(role="tool", content=answer),
-            Message(role="assistant", content=answer),
-        )
+        """What SFT shows, or None for the bare answer. One draw a question, so that a larger share adds questions."""
+        metadata = item["metadata"]
+        for shown in self._config.demonstrate:
+            if all(metadata[key] == value for key, value in shown.where.items()):
+                is_shown = derive_key("demonstrate", self.name, index) < shown.share * 2**64
+                return _shown_turns(shown, item) if is_shown and item["answer"] is not None else None
+        return None
 
     def _choose_heldout(self, num_items: int) -> tuple[tuple[int, ...], frozenset[str]]:
         """The first items whose questions differ from all before them, and those questions."""
@@ -199,6 +193,19 @@ class ReasoningGymTask:
             "questions, fewer than heldout_size = "
             f"{self._config.heldout_size}. Lower it, or widen the dataset's params."
         )
+
+
+def _shown_turns(shown: Demonstration, item: dict[str, Any]) -> tuple[Message, ...]:
+    """The turns of a demonstration."""
+    if isinstance(shown, TextDemonstration):
+        return (Message(role="assistant", content=shown.text),)
+    arguments = msgspec.json.encode({shown.argument: item["metadata"][shown.metadata]}).decode()
+    answer = str(item["answer"])
+    return (
+        Message(role="assistant", content="", tool_calls=(ToolCall(name=shown.tool, arguments=arguments),)),
+        Message(role="tool", content=answer),
+        Message(role="assistant", content=answer),
+    )
 
 
 def _create_dataset(config: ReasoningGymConfig, *, seed: int, size: int) -> object:

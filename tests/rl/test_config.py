@@ -181,7 +181,10 @@ WITH_TOOLS = TASK | {"tools": [CALCULATOR], "max_turns": 3, "max_observation_tok
         ({"tools": [{"name": "a b"}]}, r"matching regex"),
         ({"tools": [CALCULATOR, CALCULATOR]}, r"2 tools are named 'calculator'.*Rename all but one"),
         (
-            {"demonstrate": {"type": "call", "tool": "calc", "argument": "a", "metadata": "b"}, "tools": [CALCULATOR]},
+            {
+                "demonstrate": [{"type": "call", "tool": "calc", "argument": "a", "metadata": "b"}],
+                "tools": [CALCULATOR],
+            },
             r"demonstrate\.tool is 'calc'; it must be one of the task's tools, which are calculator\. Add it to tools",
         ),
         (

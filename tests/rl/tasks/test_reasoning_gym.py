@@ -200,7 +200,7 @@ CALCULATOR = (ToolConfig(name="calculator"),)
 
 
 def test_a_demonstration_calls_the_tool_with_the_questions_metadata() -> None:
-    task = build_task(config(tools=CALCULATOR, demonstrate=SHOWN, effort="high", heldout_size=5))
+    task = build_task(config(tools=CALCULATOR, demonstrate=(SHOWN,), effort="high", heldout_size=5))
     example = task.example(7)
     expression = example.messages[-1].content.removesuffix(" =").rpartition(": ")[2]
     assert example.answer is not None
@@ -215,12 +215,29 @@ def test_a_demonstration_calls_the_tool_with_the_questions_metadata() -> None:
     assert build_task(config(heldout_size=5)).example(7).demonstration is None
 
 
+def test_the_first_demonstration_for_a_question_decides() -> None:
+    declines = TextDemonstration(text="I do not know.", where={"num_terms": 3})
+    params = {"min_terms": 2, "max_terms": 3}
+    task = build_task(config(params=params, tools=CALCULATOR, demonstrate=(declines, SHOWN), heldout_size=5))
+    kinds: set[tuple[int, str]] = set()
+    for index in range(40):
+        example = task.example(index)
+        terms = len(example.messages[-1].content.rpartition(": ")[2].split()) // 2
+        assert example.demonstration is not None
+        kinds.add((terms, example.demonstration[0].content or example.demonstration[0].tool_calls[0].name))
+    assert kinds == {(2, "calculator"), (3, "I do not know.")}
+    with pytest.raises(TaskError, match=r"no metadata 'num_trms'.*num_terms"):
+        build_task(config(demonstrate=(msgspec.structs.replace(declines, where={"num_trms": 3}),), heldout_size=5))
+
+
 def test_a_share_of_the_questions_is_shown_with_the_tool() -> None:
-    task = build_task(config(tools=CALCULATOR, demonstrate=msgspec.structs.replace(SHOWN, share=0.3), heldout_size=5))
+    task = build_task(
+        config(tools=CALCULATOR, demonstrate=(msgspec.structs.replace(SHOWN, share=0.3),), heldout_size=5)
+    )
     shown = [task.example(index).demonstration is not None for index in range(1000)]
     assert 250 < sum(shown) < 350
     assert shown[:50] == [task.example(index).demonstration is not None for index in range(50)]
-    declining = build_task(config(demonstrate=TextDemonstration(text="I do not know.", share=0.3), heldout_size=5))
+    declining = build_task(config(demonstrate=(TextDemonstration(text="I do not know.", share=0.3),), heldout_size=5))
     assert [declining.example(index).demonstration is not None for index in range(1000)] == shown
     assert solved_messages(declining.example(shown.index(True)))[-1].content == "I do not know."
     answered = next(task.example(index) for index in range(1000) if not shown[index])
@@ -240,4 +257,4 @@ def test_a_share_of_the_questions_is_shown_with_the_tool() -> None:
 def test_a_demonstration_that_cannot_be_shown_is_an_error(changes: dict[str, str], message: str) -> None:
     shown = msgspec.structs.replace(SHOWN, **changes)
     with pytest.raises(TaskError, match=message):
-        build_task(config(tools=CALCULATOR, demonstrate=shown, heldout_size=5))
+        build_task(config(tools=CALCULATOR, demonstrate=(shown,), heldout_size=5))
