@@ -379,7 +379,7 @@ def test_a_group_of_one_is_refused() -> None:
 
 def test_a_step_in_which_everything_was_lost_says_so() -> None:
     lost = [_trajectory(0, m, None, failure=FailureType.INFRA) for m in range(2)]
-    with pytest.raises(NoTrainableTrajectoriesError, match="none of the 2 .*; 2 failed as infra, 0 failed as data"):
+    with pytest.raises(NoTrainableTrajectoriesError, match=r"none of the 2 .*; 2 failed as infra, 0 failed as data"):
         _build([_group(0, *lost)])
     truncated = [_trajectory(0, m, 0.0, stop_reason=StopReason.LENGTH) for m in range(2)]
     with pytest.raises(NoTrainableTrajectoriesError):
