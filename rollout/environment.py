@@ -1,6 +1,6 @@
 """What answers the policy's turns, as the engine sees it: records and a protocol.
 
-    engine --turn that calls--> begin ... collect --Observation--> engine: OBSERVE in the log, then the next turn
+    engine --durable turn that calls--> begin ... collect --Observation--> engine: OBSERVE in the log, the next turn
 
 Here: the contract. Not here: tools in a sandbox (tool_environment.py).
 """
@@ -76,6 +76,9 @@ class Environment(Protocol):
 
     def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
         """Start to answer a turn that ``is_call``; ``collect`` brings the answer.
+
+        A call leaves the replica, so it is a publication (P1): the engine asks only when the turn's end of sequence is
+        durable in its log.
 
         Args:
             request, turn_ids: as in ``is_call``.

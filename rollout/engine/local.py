@@ -4,7 +4,7 @@ One step of the loop:
 
     waiting --admit--> prefilling, decoding --forward--> logits --draw--> tokens --log.append_step--> next step
                             ^                                                |
-                            |                         end of a turn that calls a tool: environment.begin
+                            |                  end of a turn that calls a tool, once durable: environment.begin
                             +-- log.append_observe <-- environment.collect --+
                                                                              |
                                                      finished --log.append_close--> delivered once durable
@@ -47,7 +47,7 @@ class LocalEngine:
     """Samples with the model's own forward on this machine. One thread; one ``generate`` at a time.
 
     States: without weights -> idle (``load_weights``) <-> generating (``generate``) -> failed, when ``generate`` raised
-    after it had started: requests stay in flight and every later call is refused. The log's next opening goes on.
+    after it had started: every later ``generate`` and ``load_weights`` is refused. The log's next opening goes on.
     """
 
     def __init__(
@@ -79,8 +79,10 @@ class LocalEngine:
         self._policy_version: int | None = None
         self._pool = CachePool(num_slots=0, num_blocks=1, block_tokens=block_tokens(model_config))
         self._cache_tokens = 0
+        self._is_generating = False  # stays true where generate raised
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._calling: list[tuple[int, Sequence]] = []  # seq that ends the turn in the log, whose turn calls
 
     @property
     def policy_version(self) -> int | None:
@@ -89,7 +91,7 @@ class LocalEngine:
 
     def load_weights(self, policy_version: int, tensors: Mapping[str, PackedTensor]) -> None:
         """Take new weights: unpack the published bytes and log the version. See ``Engine``."""
-        if self._running or self._waiting:
+        if self._is_generating:
             raise EngineError(
                 f"weights {policy_version} came while requests are in flight; wait until generate returns, or replace"
                 " the replica if it raised"
@@ -111,7 +113,7 @@ class LocalEngine:
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
         """Sample every request to its end; see ``Engine``."""
-        if self._running or self._waiting:
+        if self._is_generating:
             raise EngineError("an earlier generate raised with requests in flight; open a new replica on its log")
         version = self._policy_version
         if version is None:
@@ -120,6 +122,7 @@ class LocalEngine:
             )
         self._check(requests, version)
         self._reserve(requests)
+        self._is_generating = True
         done: dict[RequestId, Completion] = {}
         for request in requests:
             taken = self._logged.take(request, version)
@@ -130,6 +133,7 @@ class LocalEngine:
         closed: list[Sequence] = []
         while self._waiting or self._running:
             self._admit()
+            self._begin_calls()
             self._observe()
             self._step(version)
             closed += [sequence for sequence in self._running if sequence.stop_reason is not None]
@@ -137,6 +141,7 @@ class LocalEngine:
         if closed:
             self._log.wait_durable(max(sequence.close_seq for sequence in closed))
         done |= {sequence.request.id: sequence.completion(version) for sequence in closed}
+        self._is_generating = False
         return [done[request.id] for request in requests]
 
     def _check(self, requests: SequenceOf[Request], version: int) -> None:
@@ -186,7 +191,7 @@ class LocalEngine:
         while self._waiting and self._pool.can_acquire(self._waiting[0].request.max_tokens):
             sequence = self._waiting.popleft()
             sequence.slot, sequence.blocks = self._pool.acquire(sequence.request.max_tokens)
-            self._log.append_open(
+            seq = self._log.append_open(
                 sequence.request,
                 slot=sequence.slot,
                 attempt=sequence.attempt,
@@ -196,7 +201,7 @@ class LocalEngine:
             self._running.append(sequence)
             if sequence.turn_ids.size:
                 # The last token in the log may have ended its turn; what followed was lost.
-                self._after_draw(sequence)
+                self._after_draw(sequence, seq)
             if sequence.can_run:
                 leader = leaders.setdefault(_leader_key(sequence), sequence)
                 if leader is not sequence:
@@ -268,7 +273,7 @@ class LocalEngine:
         """Draw the next token of every sequence, log the step, and see who goes on."""
         drawn = draw_next(sequences, logits_BV)
         slots = np.array([sequence.slot for sequence in sequences], dtype=np.uint16)
-        self._log.append_step(
+        seq = self._log.append_step(
             slots,
             drawn.token_ids,
             drawn.logprobs,
@@ -280,10 +285,10 @@ class LocalEngine:
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for sequence, token, logprob, kept_ids in zip(sequences, tokens, logprobs, sets, strict=True):
             sequence.accept(token, logprob, kept_ids)
-            self._after_draw(sequence)
+            self._after_draw(sequence, seq)
 
-    def _after_draw(self, sequence: Sequence) -> None:
-        """Close a sequence whose last sampled token was its end, or let the environment answer its turn."""
+    def _after_draw(self, sequence: Sequence, seq: int) -> None:
+        """Close a sequence whose last sampled token was its end, or note that its turn calls; `seq` has the token."""
         request = sequence.request
         if sequence.token_ids[-1] != self._model_config.eos_token_id:
             if not sequence.has_budget:
@@ -298,7 +303,17 @@ class LocalEngine:
             self._close(sequence, StopReason.TURNS)
         else:
             sequence.is_observing = True
-            self._environment.begin(request, turn_ids, turn=sequence.turn)
+            self._calling.append((seq, sequence))
+
+    def _begin_calls(self) -> None:
+        """Let the environment answer the turns that call. A call is a publication, so their ends are durable first."""
+        if not self._calling:
+            return
+        assert self._environment is not None, "_after_draw asks it what calls"
+        self._log.wait_durable(max(seq for seq, _ in self._calling))
+        for _, sequence in self._calling:
+            self._environment.begin(sequence.request, sequence.turn_ids, turn=sequence.turn)
+        self._calling = []
 
     def _close(self, sequence: Sequence, stop_reason: StopReason) -> None:
         sequence.stop_reason = stop_reason

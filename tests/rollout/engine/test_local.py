@@ -13,7 +13,7 @@ from rollforward.kernels.loss.logprob import token_logprob
 from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.model.transformer import Model
 from rollforward.rollout.engine.sampler import draw_tokens, signed_seed
-from rollforward.rollout.errors import EngineError, EngineInputError
+from rollforward.rollout.errors import EngineError, EngineInputError, WalStalledError
 from rollforward.rollout.types import Completion, FailureType, Request, ResumeStats, StopReason
 from rollforward.rollout.wal import WalWriter
 from rollforward.rollout.wal_records import RecordType
@@ -146,6 +146,32 @@ def test_a_crash_at_every_decode_step_changes_no_bit(
     assert sum(len(request.token_ids) for request in after.requests.values()) == sum(
         completion.token_ids.size for completion in undisturbed
     )
+
+
+def test_a_disk_that_stalls_before_the_completions_leave_ends_the_replica(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    """Nothing runs or waits any more, but what was sampled has not left: asked again here it would be sampled twice."""
+    requests = make_requests(LENGTHS, members=2)
+    engine, log = open_engine(tmp_path, packed)
+
+    def stalls(seq: int) -> None:
+        raise WalStalledError("seq is not durable")
+
+    with log:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(log, "wait_durable", stalls)
+            with pytest.raises(WalStalledError):
+                engine.generate(requests)
+        with pytest.raises(EngineError, match="an earlier generate raised"):
+            engine.generate(requests)
+        with pytest.raises(EngineError, match="replace the replica if it raised"):
+            engine.load_weights(2, packed)
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        assert engine.generate(requests) == undisturbed
+        assert engine.resume_stats().answered == len(requests)
+    assert recover(tmp_path).problems == ()
 
 
 def test_finished_requests_are_answered_from_the_log_without_a_forward(

@@ -1,12 +1,15 @@
 """Proves: turns with tools change nothing about the promises. Tokens go in as they came out, bits do not depend on
-batches, engines, tool delays or crashes, budgets span all turns, and every end has its reason.
+batches, engines, tool delays or crashes, a call begins when its turn is durable, budgets span all turns, and every end
+has its reason.
 
 The environment is scripted (its answers are a hash of the turn); the model has a vocabulary of 12, so that turns end.
 Real tools are in tests/rollout/test_tool_environment.py.
 """
 
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,9 +19,13 @@ import torch
 from rollforward.model.config import ModelConfig
 from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.model.transformer import Model
+from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.engine.sampler import draw_tokens, signed_seed
 from rollforward.rollout.errors import EngineError, EngineInputError
-from rollforward.rollout.types import Completion, FailureType, Request, StopReason, ToolUse
+from rollforward.rollout.types import Completion, FailureType, Int32Array, Request, StopReason, ToolUse
+from rollforward.rollout.wal import WalWriter, open_log
+from rollforward.rollout.wal_records import WalConfig
 from rollforward.rollout.wal_recovery import recover
 from tests.helpers.crashes import CrashError, crash_at
 from tests.helpers.environments import ScriptedEnvironment
@@ -156,6 +163,61 @@ def test_the_engine_waits_only_when_nothing_can_run(packed: dict[str, PackedTens
     environment = ScriptedEnvironment(VOCAB_SIZE)
     _sample(tmp_path / "all", packed, _requests(), environment)
     assert environment.num_waits <= len(environment.begun) // 4
+
+
+class _WatchedEnvironment(ScriptedEnvironment):
+    """Refuses to begin while the newest step of the log is not durable."""
+
+    def watch(self, log: WalWriter) -> None:
+        self._log = log
+        self.newest_step = -1
+        self.steps_that_call: set[int] = set()
+        self.num_durable_waits = 0
+        append_step, wait_durable = log.append_step, log.wait_durable
+
+        def append(*args: Any, **kwargs: Any) -> int:
+            self.newest_step = append_step(*args, **kwargs)
+            return self.newest_step
+
+        def wait(seq: int) -> None:
+            self.num_durable_waits += 1
+            wait_durable(seq)
+
+        log.append_step, log.wait_durable = append, wait  # type: ignore[method-assign]
+
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
+        assert self._log.durable_seq >= self.newest_step
+        self.steps_that_call.add(self.newest_step)
+        super().begin(request, turn_ids, turn=turn)
+
+
+def test_a_call_begins_when_its_turn_is_durable_and_the_callers_of_a_step_wait_once(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    """On a disk that takes longer than a step of the engine. Every request has a twin, which calls with it."""
+    requests = [
+        msgspec.structs.replace(one, id=msgspec.structs.replace(one.id, step=step))
+        for step in (0, 1)
+        for one in _requests()
+    ]
+    slow = WalConfig(level="node")
+    log, recovered = open_log(tmp_path, stream="engine-0", config=slow, sync=lambda _: time.sleep(0.02))
+    environment = _WatchedEnvironment(VOCAB_SIZE)
+    engine = LocalEngine(
+        CONFIG,
+        precision="native",
+        config=RolloutConfig(wal=slow),
+        log=log,
+        recovered=recovered,
+        environment=environment,
+    )
+    engine.load_weights(1, packed)
+    environment.watch(log)
+    with log:
+        answers = engine.generate(requests)
+    assert answers[: len(undisturbed)] == undisturbed
+    assert environment.num_durable_waits == len(environment.steps_that_call) + 1, "one more for the completions"
+    assert len(environment.steps_that_call) <= len(environment.begun) // 2
 
 
 def test_a_broken_environment_is_an_infra_failure_of_its_request_alone(
