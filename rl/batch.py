@@ -143,8 +143,8 @@ def build_step_batch(
             the
             step); "token_mean" gives it 1 / (trained tokens of the step).
         divide_by_std: As in `group_advantages`.
-        truncation: "keep" trains completions that ran out of budget like others; "mask" keeps them in the baseline and
-            trains none of their tokens.
+        truncation: "keep" trains completions that ran out of tokens or turns like others; "mask" keeps them in the
+            baseline and trains none of their tokens.
 
     Returns:
         The batch. Its token weights sum to 1.
@@ -164,7 +164,7 @@ def build_step_batch(
     for group in ordered:
         for trajectory, advantage in _with_advantages(group, divide_by_std=divide_by_std):
             scored.append(advantage)
-            is_masked = truncation == "mask" and trajectory.stop_reason == StopReason.LENGTH
+            is_masked = truncation == "mask" and trajectory.stop_reason.is_truncation
             if not is_masked and trajectory.num_trained_tokens > 0:
                 trained.append((trajectory, advantage))
     if not trained:

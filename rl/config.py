@@ -20,7 +20,7 @@ Normalisation = Literal["trajectory_mean", "token_mean"]
 """Weight of a token in the step: equal trajectories (each the mean of its tokens), or equal tokens."""
 
 Truncation = Literal["keep", "mask"]
-"""A completion that ran out of budget is trained like others, or counts in the baseline without being trained."""
+"""A completion that ran out of tokens or turns is trained like others, or counts in the baseline and is not trained."""
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -46,7 +46,8 @@ class GRPO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     normalisation: Normalisation = "trajectory_mean"
     """Weight of a token in the step."""
     truncation: Truncation = "keep"
-    """What completions that ran out of budget do."""
+    """What completions that ran out of budget do, be it tokens (`max_new_tokens`) or turns (`max_turns`): `keep` trains
+    them like others, `mask` counts them in the baseline alone."""
     keep_routing: bool = True
     """Record the experts that every sampled token visits, those of hash layers too, and visit the same ones in
     training; their weights come from the live router, which goes on learning. A token without a record chooses live."""

@@ -229,7 +229,8 @@ class Controller:
             scores = score_completions(examples, completions, self._encoder, self._tasks)
         if (unscored := describe_unscored(scores)) is not None:
             say(f"step {state.step + 1}: {unscored}")
-        groups = build_groups(examples, requests, completions, scores, self._tasks)
+        turns = read_turns(examples, completions, self._encoder)
+        groups = build_groups(examples, requests, completions, scores, self._tasks, turns)
         if run.shuffle_rewards:
             groups = shuffle_rewards(groups, run_seed=run.seed)
         batch = build_step_batch(
@@ -242,8 +243,8 @@ class Controller:
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
         with self._timed("update_actor"):
             metrics = self._learner.update(step_dir, plan_micro_batches(batch.rows, run.micro_batch_tokens))
-        turns = turn_metrics(read_turns(examples, completions, self._encoder))
-        values = metric_values((*batch.metrics, *turns, *metrics, *log_metrics(self._rollout.log_stats())))
+        counters = log_metrics(self._rollout.log_stats())
+        values = metric_values((*batch.metrics, *turn_metrics(list(turns.values())), *metrics, *counters))
         self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
         with self._timed("update_weights"):
             self._publish(state.step + 1)

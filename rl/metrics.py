@@ -12,11 +12,14 @@ import msgspec
 from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
 from rollforward.rollout.replica import LogStats
-from rollforward.rollout.types import FailureType, Group, StopReason, Trajectory
+from rollforward.rollout.types import FailureType, Group, Trajectory
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
-    """Return rewards, response lengths, zero-variance groups and failure rates of the groups of a step."""
+    """Return rewards, response lengths, zero-variance groups and failure rates of the groups of a step.
+
+    `response_length/clip_ratio` is the share of completions that ran out of budget, of tokens or of turns.
+    """
     members = [trajectory for group in groups for trajectory in group.trajectories]
     included = [trajectory for trajectory in members if not trajectory.is_excluded]
     rewards = [trajectory.reward for trajectory in included if trajectory.reward is not None]
@@ -24,7 +27,7 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     return (
         *_distribution("critic/rewards", rewards, per="trajectory"),
         *_distribution("response_length", lengths, per="trajectory"),
-        _share("response_length/clip_ratio", [t.stop_reason == StopReason.LENGTH for t in included], per="trajectory"),
+        _share("response_length/clip_ratio", [t.stop_reason.is_truncation for t in included], per="trajectory"),
         *_baseline_metrics(groups),
         *(
             _share(f"failure/{failure.value}/rate", [t.failure == failure for t in members], per="trajectory")
@@ -55,7 +58,8 @@ def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
 
 
 def turn_metrics(turns_N: Sequence[Sequence[AssistantTurn]]) -> tuple[Metric, ...]:
-    """Return turns and tool calls of completions that count, and the share of turns whose call was malformed.
+    """Return turns and tool calls of completions that count, and the share of turns whose call was malformed (that of
+    trajectories with such a turn is `failure/policy/rate`).
 
     Args:
         turns_N: the turns of each completion.

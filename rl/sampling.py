@@ -18,6 +18,7 @@ from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, Task, Unscored
 from rollforward.rollout.types import (
     Completion,
+    FailureType,
     Group,
     KeptSets,
     Request,
@@ -144,13 +145,13 @@ def score_completions(
 
 def read_turns(
     examples: Sequence[Example], completions: Sequence[Completion], encoder: PromptEncoder
-) -> list[tuple[AssistantTurn, ...]]:
+) -> dict[RequestId, tuple[AssistantTurn, ...]]:
     """The turns of every completion that no infra or data failure ended."""
-    return [
-        encoder.turns(completion, examples[completion.id.prompt].effort)
+    return {
+        completion.id: encoder.turns(completion, examples[completion.id.prompt].effort)
         for completion in completions
         if completion.failure is None or not completion.failure.is_excluded
-    ]
+    }
 
 
 def describe_unscored(scores: Sequence[Score | Unscored]) -> str | None:
@@ -186,10 +187,12 @@ def build_groups(
     completions: Sequence[Completion],
     scores: Sequence[Score | Unscored],
     tasks: Mapping[str, Task],
+    turns: Mapping[RequestId, Sequence[AssistantTurn]],
 ) -> list[Group]:
     """Join prompts, turns, observations and scores into groups: what was sampled is what is trained.
 
-    The reward is the score and, where the task has one, the punishment of length.
+    The reward is the score and, where the task has one, the punishment of length. A malformed call in one of the turns
+    is a `policy` failure of its trajectory, unless that has another.
     """
     members: dict[int, list[Trajectory]] = {}
     for request, completion, score in zip(requests, completions, scores, strict=True):
@@ -211,7 +214,7 @@ def build_groups(
             policy_version=completion.policy_version,
             reward=None if isinstance(score, Unscored) else score.value + _punishment(request, completion, tasks[task]),
             stop_reason=completion.stop_reason,
-            failure=score.failure or completion.failure,
+            failure=score.failure or completion.failure or _policy_failure(turns.get(completion.id, ())),
         )
         members.setdefault(completion.id.prompt, []).append(trajectory)
     return [
@@ -243,6 +246,10 @@ def shuffle_rewards(groups: Sequence[Group], *, run_seed: int) -> list[Group]:
         )
         for group in groups
     ]
+
+
+def _policy_failure(turns: Sequence[AssistantTurn]) -> FailureType | None:
+    return FailureType.POLICY if any(turn.problem is not None for turn in turns) else None
 
 
 def _punishment(request: Request, completion: Completion, task: Task) -> float:

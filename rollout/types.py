@@ -37,6 +37,11 @@ class StopReason(StrEnum):
     ABORTED = "aborted"
     """The system ended it; always comes with a failure type."""
 
+    @property
+    def is_truncation(self) -> bool:
+        """Whether the policy would have gone on, but had used up its tokens or turns."""
+        return self in (StopReason.LENGTH, StopReason.TURNS)
+
 
 class FailureType(StrEnum):
     """Whose fault a failed trajectory is, which decides what training does with it."""
@@ -44,7 +49,7 @@ class FailureType(StrEnum):
     INFRA = "infra"
     """The platform: lost node, damaged log record, failed sandbox reset. Neither in the baseline nor in the loss."""
     POLICY = "policy"
-    """The model: malformed call, forbidden action. Scored and trained."""
+    """The model: a malformed call in at least one of its turns. Scored and trained."""
     DATA = "data"
     """The prompt or its ground truth. Neither in the baseline nor in the loss."""
     TIMEOUT = "timeout"

@@ -233,12 +233,12 @@ def test_a_trajectory_without_a_trained_token_is_scored_and_not_counted() -> Non
     assert batch.trajectories[0].token_weight_T[1] == np.float32(1 / 4)
 
 
-def test_truncated_completions_are_kept_or_masked() -> None:
+@pytest.mark.parametrize("stop_reason", [StopReason.LENGTH, StopReason.TURNS])
+def test_truncated_completions_are_kept_or_masked(stop_reason: StopReason) -> None:
     """Scores 1, 0, 0 (the last truncated): masked, it still makes the baseline 1/3, but two trajectories share the
     weight."""
-    groups = [
-        _group(0, _trajectory(0, 0, 1.0), _trajectory(0, 1, 0.0), _trajectory(0, 2, 0.0, stop_reason=StopReason.LENGTH))
-    ]
+    truncated = _trajectory(0, 2, 0.0, stop_reason=stop_reason)
+    groups = [_group(0, _trajectory(0, 0, 1.0), _trajectory(0, 1, 0.0), truncated)]
     kept, masked = _build(groups), _build(groups, truncation="mask")
     assert _ids(kept) == ["s4-p0-m0", "s4-p0-m1", "s4-p0-m2"]
     assert _ids(masked) == ["s4-p0-m0", "s4-p0-m1"]

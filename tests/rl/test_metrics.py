@@ -33,7 +33,7 @@ def _group(prompt: int, *trajectories: Trajectory) -> Group:
 
 MIXED = _group(
     0,
-    _trajectory(0, 0, 1.0, 4),
+    _trajectory(0, 0, 1.0, 4, stop_reason=StopReason.TURNS, failure=FailureType.POLICY),
     _trajectory(0, 1, -0.5, 8, stop_reason=StopReason.LENGTH),
     _trajectory(0, 2, None, 100, stop_reason=StopReason.ABORTED, failure=FailureType.INFRA),
 )
@@ -42,8 +42,8 @@ BROKEN = _group(2, _trajectory(2, 0, 1.0, 1), _trajectory(2, 1, None, 1, failure
 
 
 def test_values_worked_by_hand() -> None:
-    """Counting trajectories: rewards 1, -0.5, 0, 0, 1 and lengths 4, 8, 2, 2, 1; the infra and the data failure are
-    left out."""
+    """Counting trajectories: rewards 1, -0.5, 0, 0, 1 and lengths 4, 8, 2, 2, 1, of which the first ran out of turns
+    and the second of tokens; the infra and the data failure are left out."""
     assert metric_values(group_metrics([MIXED, EQUAL, BROKEN])) == {
         "critic/rewards/mean": 1.5 / 5,
         "critic/rewards/max": 1.0,
@@ -51,11 +51,11 @@ def test_values_worked_by_hand() -> None:
         "response_length/mean": 17 / 5,
         "response_length/max": 8.0,
         "response_length/min": 1.0,
-        "response_length/clip_ratio": 1 / 5,
+        "response_length/clip_ratio": 2 / 5,
         "training/groups_without_baseline": 1 / 3,
         "training/zero_variance_groups": 1 / 2,
         "failure/infra/rate": 1 / 7,
-        "failure/policy/rate": 0.0,
+        "failure/policy/rate": 1 / 7,
         "failure/data/rate": 1 / 7,
         "failure/timeout/rate": 1 / 7,
     }

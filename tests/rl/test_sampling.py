@@ -112,7 +112,7 @@ def test_what_was_sampled_is_what_is_trained(encoder: PromptEncoder) -> None:
     completions = [_completion(*parts) for parts in zip(requests, answers, failures, strict=True)]
     scores = score_completions(EXAMPLES, completions, encoder, {"echo": _Echo()})  # type: ignore[dict-item]
     assert [getattr(score, "value", None) for score in scores] == [1.0, 0.0, None, 1.0]
-    groups = build_groups(EXAMPLES, requests, completions, scores, {"echo": _Echo()})  # type: ignore[dict-item]
+    groups = build_groups(EXAMPLES, requests, completions, scores, {"echo": _Echo()}, {})  # type: ignore[dict-item]
     assert [(group.step, group.prompt, len(group.trajectories)) for group in groups] == [(5, 0, 2), (5, 1, 2)]
     first = groups[0].trajectories[0]
     prompt = requests[0].prompt_ids.tolist()
@@ -147,7 +147,7 @@ def test_a_failed_verifier_leaves_no_score_and_a_deadline_is_a_counted_0(encoder
         Unscored(failure=FailureType.DATA, detail="no number"),
     )
     scores = score_completions(EXAMPLES, completions, encoder, {"echo": _Failing(*results)})  # type: ignore[dict-item]
-    groups = build_groups(EXAMPLES, requests, completions, scores, {"echo": _Echo()})  # type: ignore[dict-item]
+    groups = build_groups(EXAMPLES, requests, completions, scores, {"echo": _Echo()}, {})  # type: ignore[dict-item]
     trajectories = [one for group in groups for one in group.trajectories]
     assert [one.reward for one in trajectories] == [None, 0.0, 0.0, None]
     assert [one.failure for one in trajectories] == [FailureType.INFRA, FailureType.TIMEOUT, None, FailureType.DATA]
@@ -213,17 +213,42 @@ def test_the_last_turn_is_judged_and_every_turn_trained(encoder: PromptEncoder) 
     completion = _two_turns(encoder, request)
     scores = score_completions(EXAMPLES, [completion], encoder, tasks)
     assert (task.texts, scores[0].value) == (["one"], 1.0)  # type: ignore[union-attr]
-    trajectory = build_groups(EXAMPLES, [request], [completion], scores, tasks)[0].trajectories[0]
+    said = read_turns(EXAMPLES, [completion], encoder)
+    trajectory = build_groups(EXAMPLES, [request], [completion], scores, tasks, said)[0].trajectories[0]
+    assert trajectory.failure is None
     num_prompt = request.prompt_ids.size
     assert trajectory.trained_mask_T.tolist() == [False] * num_prompt + completion.sampled_mask.tolist()
     assert trajectory.routes_TLK is completion.routes
     assert trajectory.kept is not None
     assert trajectory.kept.counts_T.tolist() == [0] * num_prompt + completion.sampled_mask.astype(int).tolist()
     assert encoder.transcript(completion).endswith("<tool_result>1</tool_result><｜Assistant｜></think>one")
-    turns = read_turns(EXAMPLES, [completion], encoder)[0]
+    turns = said[completion.id]
     assert [[call.name for call in turn.calls] for turn in turns] == [["calculator"], []]
     values = metric_values(turn_metrics([turns, turns[1:]]))
     assert (values["num_turns/mean"], values["tool_call_counts/mean"], values["failure/parse/rate"]) == (1.5, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("score", "failure"),
+    [
+        (Score(value=1.0, reason=ScoreReason.CORRECT), FailureType.POLICY),
+        (Score(value=0.0, reason=ScoreReason.TIMEOUT), FailureType.TIMEOUT),
+        (Unscored(failure=FailureType.INFRA, detail="the judge is away"), FailureType.INFRA),
+    ],
+)
+def test_a_malformed_call_is_a_failure_of_the_policy_also_where_a_later_turn_is_right(
+    encoder: PromptEncoder, score: Score | Unscored, failure: FailureType
+) -> None:
+    task = _Echo(tools=(ToolConfig(name="calculator"),))
+    request = _requests(encoder, task)[0]
+    whole = _two_turns(encoder, request)
+    ids = whole.token_ids.copy()
+    ids[len(whole.turns[0]) - 2] = encoder._encoding.tokenizer.encode("x")[0]  # in place of the call's last ">"
+    completion = msgspec.structs.replace(whole, token_ids=ids)
+    turns = read_turns(EXAMPLES, [completion], encoder)
+    groups = build_groups(EXAMPLES, [request], [completion], [score], {"echo": task}, turns)  # type: ignore[dict-item]
+    assert groups[0].trajectories[0].failure is failure
+    assert metric_values(turn_metrics(list(turns.values())))["failure/parse/rate"] == 0.5
 
 
 def test_reasoning_without_an_end_is_judged_as_reasoning(encoder: PromptEncoder) -> None:
@@ -260,7 +285,7 @@ def test_the_punishment_counts_sampled_tokens_against_the_tasks_budget(encoder: 
         Unscored(failure=FailureType.INFRA, detail="the judge is away"),
     ]
     tasks: Any = {"echo": task}
-    groups = build_groups(EXAMPLES, requests, completions, scores, tasks)
+    groups = build_groups(EXAMPLES, requests, completions, scores, tasks, {})
     assert [one.reward for one in groups[0].trajectories] == [0.75, None]
 
 
