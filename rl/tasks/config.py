@@ -180,8 +180,9 @@ class PythonReward(
 ):
     """A function of yours, `def score(question: str, answer: str | None, text: str) -> float`, in its own process.
 
-    `text` is everything that the model said, `answer` the right one, `question` the last message of the prompt. The
-    value is 0 to 1; 1 counts as right in an evaluation.
+    `text` is what the model said in its last turn, with `<think>` in front where the task's effort lets it reason,
+    `answer` the right one, `question` the last message of the prompt. The value is 0 to 1; 1 counts as right in an
+    evaluation.
     """
 
     file: str
@@ -215,8 +216,9 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     """
     messages_column: str | None = None
     """Column with what SFT learns instead of the bare answer: a list of messages of the roles assistant and tool, the
-    last one an assistant's. An assistant's may have `tool_calls`, each with `name` and `arguments` (a text that is a
-    JSON object); a tool's follow it in the order of the calls. null: SFT learns the bare answer.
+    last one an assistant's. An assistant's may have `tool_calls`, each with the `name` of one of `tools` and
+    `arguments` (a text that is a JSON object); a tool's follow it in the order of the calls. null: SFT learns the bare
+    answer.
     """
     system_prompt: str | None = None
     """A system message in front of every question."""

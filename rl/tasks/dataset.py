@@ -139,6 +139,7 @@ class _IndexedRows:
             question_column=config.question_column,
             answer_column=config.answer_column,
             messages_column=config.messages_column,
+            tools=[tool.name for tool in config.tools],
             owner=owner,
         )
         hashes = array("Q")

@@ -28,7 +28,7 @@ from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
 
 Judge = Callable[[str, str | None, str], Score | Unscored]
-"""(question, right answer, everything that the model said) -> what that is worth."""
+"""(question, right answer, what the model said in its last turn, after `<think>` where it reasons) -> its worth."""
 
 _MATH_FILE: Final = Path(__file__).with_name("math_answers.py")
 _MATH_START_TIMEOUT_S: Final = 120.0

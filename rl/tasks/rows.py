@@ -7,7 +7,7 @@ and which are held out is in `dataset.py`.
 
 import difflib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -50,7 +50,13 @@ class Rows(Protocol):
 
 
 def open_rows(
-    path: Path, *, question_column: str, answer_column: str | None, messages_column: str | None = None, owner: str
+    path: Path,
+    *,
+    question_column: str,
+    answer_column: str | None,
+    messages_column: str | None = None,
+    tools: Sequence[str] = (),
+    owner: str,
 ) -> Rows:
     """The rows of a file, of the format that its name ends with.
 
@@ -58,6 +64,7 @@ def open_rows(
         path: .jsonl or .parquet.
         question_column, answer_column, messages_column: where question, answer and turns to learn from are; None
             where the file has none.
+        tools: names of the tools that the turns to learn from may call.
         owner: begins every error message, such as `task sums`.
 
     Raises:
@@ -67,7 +74,7 @@ def open_rows(
         raise TaskError(
             f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"
         )
-    columns = _Columns(path, question_column, answer_column, messages_column, owner)
+    columns = _Columns(path, question_column, answer_column, messages_column, tools, owner)
     match path.suffix.lower():
         case ".jsonl":
             return JsonlRows(columns)
@@ -83,8 +90,11 @@ def open_rows(
 class _Columns:
     """Names of the columns, and what is done with their values, whatever the format."""
 
-    def __init__(self, path: Path, question: str, answer: str | None, turns: str | None, owner: str) -> None:
-        self.path, self.question, self.answer, self.turns, self._owner = path, question, answer, turns, owner
+    def __init__(
+        self, path: Path, question: str, answer: str | None, turns: str | None, tools: Sequence[str], owner: str
+    ) -> None:
+        self.path, self.question, self.answer, self.turns = path, question, answer, turns
+        self._tools, self._owner = tools, owner
 
     @property
     def names(self) -> list[str]:
@@ -157,6 +167,13 @@ class _Columns:
                 " answer, or leave the row out",
                 row,
             )
+        for call in (call for message in messages for call in message.tool_calls):
+            if call.name not in self._tools:
+                raise self.fault(
+                    f"column {column!r} calls {call.name!r}; the task's tools are"
+                    f" {', '.join(self._tools) or 'none'}. Add it to tools, or leave the row out",
+                    row,
+                )
         return messages
 
     def _messages(self, column: str, value: list[object], row: int) -> tuple[Message, ...]:

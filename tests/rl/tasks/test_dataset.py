@@ -197,12 +197,17 @@ def test_turns_of_a_row_are_what_is_learned(tmp_path: Path) -> None:
     lines = [json.dumps({"question": f"{n}?", "answer": "2", "turns": turns}) for n in range(10)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
-    task = build_task(config(path, messages_column="turns"))
+    tool = tmp_path / "tool.py"
+    tool.write_text(TOOL)
+    tools = (ToolConfig(name="add", file=str(tool)),)
+    task = build_task(config(path, messages_column="turns", tools=tools))
     call = ToolCall(name="add", arguments='{"a": 1}')
     assert task.example(3).demonstration == (
         Message(role="assistant", content="", tool_calls=(call,)),
         Message(role="tool", content="2"),
         Message(role="assistant", content="2"),
     )
-    assert build_task(config(path)).example(3).demonstration is None
-    assert build_task(config(path)).fingerprint != task.fingerprint
+    assert build_task(config(path, tools=tools)).example(3).demonstration is None
+    assert build_task(config(path, tools=tools)).fingerprint != task.fingerprint
+    with pytest.raises(TaskError, match=r"row 1: column 'turns' calls 'add'; the task's tools are none\. Add it"):
+        build_task(config(path, messages_column="turns"))

@@ -23,7 +23,14 @@ QUESTION, ANSWER = "question", "answer"
 
 
 def opened(path: Path, *, question: str = QUESTION, answer: str | None = ANSWER, turns: str | None = None) -> Rows:
-    return open_rows(path, question_column=question, answer_column=answer, messages_column=turns, owner="task mine")
+    return open_rows(
+        path,
+        question_column=question,
+        answer_column=answer,
+        messages_column=turns,
+        tools=("search", "calculator"),
+        owner="task mine",
+    )
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -254,6 +261,10 @@ def test_turns_to_learn_from_come_from_both_formats(tmp_path: Path) -> None:
         ([TURNS[0]], r"the last message has tool_calls that nothing answers"),
         ([TURNS[0] | {"tool_calls": [CALL | {"arguments": "1 + 1"}]}, *TURNS[1:]], r"no JSON object"),
         ([TURNS[0] | {"tool_calls": [CALL | {"id": "1"}]}, *TURNS[1:]], r"unknown field `id`"),
+        (
+            [TURNS[0] | {"tool_calls": [CALL | {"name": "calc"}]}, *TURNS[1:]],
+            r"column 'turns' calls 'calc'; the task's tools are search, calculator\. Add it to tools",
+        ),
     ],
 )
 def test_bad_turns_are_named_with_the_way_out(tmp_path: Path, turns: Any, message: str) -> None:
