@@ -1,12 +1,14 @@
-"""Proves: pyproject names every package, and the locks hold every dependency that it asks for."""
+"""Proves: pyproject names every package and every library that is imported, and the locks hold what it asks for."""
 
+import importlib.metadata
 import itertools
 import re
+import sys
 import tomllib
 
 import pytest
 
-from tests.helpers.source import FOLDERS, ROOT
+from tests.helpers.source import FOLDERS, ROOT, imports, modules, parse
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -28,6 +30,27 @@ def test_every_folder_with_code_has_an_init() -> None:
 
 def test_every_top_folder_is_mapped() -> None:
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {f"rollforward.{folder}": folder for folder in FOLDERS}
+
+
+def test_every_library_that_is_imported_is_asked_for() -> None:
+    """By the product or, in `dev`, by its tests."""
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    wanted = [*PROJECT["project"]["dependencies"], *itertools.chain.from_iterable(extras)]
+    asked = {_name(requirement) for requirement in wanted} | {"aiohttp", "pyyaml"}  # of ray[default], of omegaconf
+    owners = importlib.metadata.packages_distributions()
+    tests = [
+        parse(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))
+        for file in (ROOT / "tests").rglob("*.py")
+    ]
+    missing: list[str] = []
+    for module in (*modules(), *tests):
+        for found in imports(module):
+            top = found.name.split(".")[0]
+            if top in sys.stdlib_module_names or top in ("rollforward", "tests"):
+                continue
+            if not asked & {top.lower().replace("_", "-"), *map(_name, owners.get(top, ()))}:
+                missing.append(f"{module.path}:{found.line} {top}")
+    assert missing == []
 
 
 @pytest.mark.parametrize("version", ["311", "312"])
