@@ -51,7 +51,8 @@ def _execute(job: Job, place: str) -> int:
     start_s = time.monotonic()
     work = cast("Callable[[msgspec.Struct], int | None]", importlib.import_module(VERBS[job.verb].module).main)
     try:
-        code = work(job.config) or 0
+        with contextlib.chdir(job.directory or "."):
+            code = work(job.config) or 0
     except BaseException as error:
         if job.base is not None and user_error(error) is None:
             console.say(f"{job.name} has not finished; it goes on with: rollforward resume {job.base}")

@@ -14,10 +14,10 @@ from typing import NamedTuple, cast
 import msgspec
 
 from rollforward.conf.errors import UsageError
-from rollforward.conf.load import load_config
+from rollforward.conf.load import is_ray_job, load_config
 from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names, spell_out
 
-__all__ = ["VERBS", "Job", "Verb", "plan_jobs", "schema_of"]
+__all__ = ["VERBS", "Job", "Verb", "last_value", "plan_jobs", "schema_of"]
 
 
 class Verb(NamedTuple):
@@ -59,6 +59,9 @@ class Job(NamedTuple):
     """What `run_dir=` named: the run's own directory, or the one above it that all runs of its recipe share."""
     then: str | None = None
     """Command for what comes after it in its recipe; of the last run alone."""
+    directory: Path | None = None
+    """Where the work is done: what relative paths in its settings are relative to. None: where this process is, which
+    for a Ray job is a copy of the user's directory."""
 
 
 def schema_of(verb: str) -> type[msgspec.Struct]:
@@ -71,11 +74,21 @@ def _has_run_dir(schema: type[msgspec.Struct]) -> bool:
     return any(field.encode_name == "run_dir" for field in msgspec.structs.fields(schema))
 
 
-def _take(overrides: list[str], key: str) -> str | None:
-    """Removes `key=value` from the overrides; the last one counts."""
-    values = [text.partition("=")[2].strip("'\"") for text in overrides if text.partition("=")[0].lstrip("+") == key]
-    overrides[:] = [text for text in overrides if text.partition("=")[0].lstrip("+") != key]
+def last_value(overrides: Sequence[str], key: str) -> str | None:
+    """What the overrides set a key to, without quotes; the last one counts. None where none does."""
+    values = [text.partition("=")[2].strip("'\"") for text in overrides if _sets(text, key)]
     return values[-1] if values else None
+
+
+def _sets(override: str, key: str) -> bool:
+    return "=" in override and override.partition("=")[0].lstrip("+") == key
+
+
+def _take(overrides: list[str], key: str) -> str | None:
+    """Removes `key=value` from the overrides; see `last_value`."""
+    value = last_value(overrides, key)
+    overrides[:] = [text for text in overrides if not _sets(text, key)]
+    return value
 
 
 def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
@@ -100,6 +113,7 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
     if any(_has_run_dir(schema_of(run.verb)) for run in runs):
         base = Path(_take(rest, "run_dir") or f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     addressed = address(runs, verb, rest) if recipe is not None else {verb: rest}
+    directory = None if is_ray_job() else Path.cwd()
     run_dirs: dict[str, str] = {}
     jobs: list[Job] = []
     for run in runs:
@@ -110,7 +124,8 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
             run_dir = base if recipe is None else base / run.name
             settings = [*settings, f"run_dir={_quoted(str(run_dir))}"]
         config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)
-        jobs.append(Job(run.name, run.verb, config, run_dir, base if run_dir is not None else None))
+        shared = base if run_dir is not None else None
+        jobs.append(Job(run.name, run.verb, config, run_dir, shared, directory=directory))
         if run_dir is not None:
             run_dirs[run.name] = str(run_dir)
     if recipe is not None and base is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "config_groups",
     "decode",
     "is_ray_job",
+    "is_ray_job_with_files",
     "library_environment",
     "load_config",
     "read_yaml",
@@ -79,6 +80,15 @@ def library_environment() -> dict[str, str]:
 def is_ray_job() -> bool:
     """Whether this process is the driver of a job that was submitted to a Ray cluster."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def is_ray_job_with_files() -> bool:
+    """Whether it is, and a directory was uploaded with the job (`working_dir=`), in which it works."""
+    try:
+        config = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    except ValueError:
+        return False
+    return "working_dir" in (config.get("runtime_env") or {})
 
 
 def set_api_address(address: str) -> None:

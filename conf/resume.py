@@ -1,10 +1,12 @@
 """What a command asked for, written into its run_dir, so that `rollforward resume RUN_DIR` needs no other word.
 
-    runs.json   every run of the command: name, verb, folder, all settings; written before the first begins
+    runs.json   where the command was typed, and every run of it: name, verb, folder, all settings; written before the
+                first begins
 
 It lies in the directory that `run_dir=` named: the run's own, or the one above it that the runs of a recipe share.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import msgspec
 
 from rollforward.conf.errors import ConfigError, RunDirError
 from rollforward.conf.jobs import VERBS, Job, schema_of
-from rollforward.conf.load import decode, write_resolved
+from rollforward.conf.load import decode, is_ray_job_with_files, write_resolved
 
 __all__ = ["RUNS_NAME", "record_jobs", "recorded_jobs"]
 
@@ -37,6 +39,8 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     runs: tuple[_Run, ...]
     """In the order of execution."""
+    directory: str | None = None
+    """`Job.directory`: what relative paths in the settings are relative to."""
     then: str | None = None
     """`Job.then` of the last one."""
 
@@ -44,7 +48,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def record_jobs(jobs: Sequence[Job]) -> None:
     """Writes the runs into the directory that they share; jobs without a run_dir are left out.
 
-    A record of which they are only the beginning stays as it is: it is of a longer command in the same directory.
+    A record of which they are only the beginning keeps its runs: it is of a longer command in the same run_dir.
 
     Raises:
         RunDirError: the directory cannot be made or written.
@@ -63,13 +67,15 @@ def record_jobs(jobs: Sequence[Job]) -> None:
         for job, _, run_dir in kept
     )
     path = base / RUNS_NAME
+    directory = None if kept[0][0].directory is None else str(kept[0][0].directory)
+    record = _Record(runs=runs, directory=directory, then=jobs[-1].then)
+    with contextlib.suppress(RunDirError):  # damaged, and written anew
+        if path.exists() and (before := _read(path)).runs[: len(runs)] == runs:
+            record = msgspec.structs.replace(before, directory=directory or before.directory)
+            if record == before:
+                return
     try:
-        if path.exists() and _read(path).runs[: len(runs)] == runs:
-            return
-    except RunDirError:
-        pass  # damaged, and written anew
-    try:
-        write_resolved(_Record(runs=runs, then=jobs[-1].then), path)
+        write_resolved(record, path)
     except OSError as error:
         raise RunDirError(f"run_dir={base} cannot be written: {error}. Choose another run_dir.") from error
 
@@ -81,7 +87,8 @@ def recorded_jobs(run_dir: Path) -> list[Job]:
         run_dir: what `run_dir=` named, or the directory of one run of a recipe: then the runs up to that one.
 
     Raises:
-        RunDirError: no command has begun there, or what it left is damaged or was moved.
+        RunDirError: no command has begun there, what it left is damaged or was moved, or the directory is gone in which
+            it was typed.
         ConfigError: this version no longer knows a setting of the run.
     """
     if not run_dir.is_dir():
@@ -95,7 +102,7 @@ def recorded_jobs(run_dir: Path) -> list[Job]:
             if run_dir in places:
                 runs = record.runs[: places.index(run_dir) + 1]
                 then = record.then if len(runs) == len(record.runs) else f"rollforward resume {base}"
-                return _jobs(base, _Record(runs=runs, then=then))
+                return _jobs(base, msgspec.structs.replace(record, runs=runs, then=then))
     raise RunDirError(
         f"{run_dir} holds no {RUNS_NAME}, which a command writes before its work. Name the directory that run_dir="
         " named, or repeat the command with it."
@@ -103,6 +110,7 @@ def recorded_jobs(run_dir: Path) -> list[Job]:
 
 
 def _jobs(base: Path, record: _Record) -> list[Job]:
+    directory = _directory(base, record)
     jobs: list[Job] = []
     for run in record.runs:
         where = f"{base / RUNS_NAME}, run {run.name}"
@@ -118,9 +126,23 @@ def _jobs(base: Path, record: _Record) -> list[Job]:
             config = decode(schema_of(run.verb), run.config)
         except ConfigError as error:
             raise ConfigError(f"{where}, which was begun with another version: {error}") from error
-        jobs.append(Job(run.name, run.verb, config, place, base))
+        jobs.append(Job(run.name, run.verb, config, place, base, directory=directory))
     jobs[-1] = jobs[-1]._replace(then=record.then)
     return jobs
+
+
+def _directory(base: Path, record: _Record) -> Path | None:
+    """Where the runs go on: where the command was typed, unless files came along with the job that this process is."""
+    if record.directory is None or is_ray_job_with_files():
+        return None
+    directory = Path(record.directory)
+    if not directory.is_dir():
+        raise RunDirError(
+            f"{base / RUNS_NAME}: the command was typed in {directory}, which relative paths in its settings are"
+            f" relative to, and which is no directory now. Put it back, or repeat the command with run_dir={base} where"
+            " these files are now; a job takes them with working_dir=DIR."
+        )
+    return directory
 
 
 def _read(path: Path) -> _Record:

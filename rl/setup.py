@@ -18,7 +18,8 @@ from rollforward.rl.tasks.types import Task
 from rollforward.rollout.environment import EnvironmentConfig, TaskTools
 from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.weights import check_manifest
-from rollforward.sandbox.config import SandboxConfig
+from rollforward.sandbox.config import SandboxConfig, ToolConfig
+from rollforward.sandbox.toolset import tool_path
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,11 @@ def _environment(
     model_dir: Path, task_configs: Sequence[TaskConfig], sandbox: SandboxConfig
 ) -> EnvironmentConfig | None:
     tools = {
-        task.name: TaskTools(tools=task.tools, effort=task.effort, max_observation_tokens=task.max_observation_tokens)
+        task.name: TaskTools(
+            tools=tuple(_located(tool) for tool in task.tools),
+            effort=task.effort,
+            max_observation_tokens=task.max_observation_tokens,
+        )
         for task in task_configs
         if task.tools
     }
@@ -103,3 +108,8 @@ def _environment(
     one_worker = msgspec.structs.replace(config, sandbox=msgspec.structs.replace(sandbox, workers=1))
     build_environment(one_worker).close()
     return config
+
+
+def _located(tool: ToolConfig) -> ToolConfig:
+    """The tool with an absolute path: replicas need not work in this process's directory."""
+    return tool if tool.file is None else msgspec.structs.replace(tool, file=str(tool_path(tool).resolve()))

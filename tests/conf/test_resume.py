@@ -31,11 +31,13 @@ class Work:
 
     def __init__(self) -> None:
         self.made: list[str] = []
+        self.directories: set[Path] = set()
         self.stops_at = ""
 
     def main(self, config: FakeRun) -> int:
         name = Path(config.run_dir).name
         self.made.append(f"{name} {config.steps}")
+        self.directories.add(Path.cwd())
         (Path(config.run_dir) / "metrics.jsonl").write_text("")
         if name == self.stops_at:
             raise KeyboardInterrupt
@@ -134,6 +136,61 @@ def test_a_directory_that_was_moved_is_named(work: Work, tmp_path: Path) -> None
         RunDirError, match=r"was begun in .*/out/warmup and lies in .*/elsewhere/warmup now.*Move it back"
     ):
         recorded_jobs(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+def test_a_run_goes_on_where_its_command_was_typed(
+    work: Work, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is where its relative paths lie: a recipe's run, and one for which the command was repeated elsewhere."""
+    _interrupted(work, "grpo")
+    monkeypatch.chdir(elsewhere)
+    assert cli.main(["resume", str(tmp_path / "out")]) == 0
+    assert (work.made, work.directories, Path.cwd()) == (["grpo 7"], {tmp_path}, elsewhere)
+    (tmp_path / "out" / "grpo" / "finished.json").unlink()
+    work.stops_at = "grpo"
+    assert cli.main(["train", f"recipe={tmp_path}/three.yaml", f"run_dir={tmp_path}/out"]) == 130
+    work.stops_at = ""
+    work.directories.clear()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume", "out/grpo"]) == 0
+    assert work.directories == {elsewhere}
+
+
+def test_a_directory_that_is_gone_is_named_and_the_command_can_be_repeated(
+    work: Work, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(elsewhere)
+    work.stops_at = "alone"
+    command = ["sft", f"run_dir={tmp_path}/alone", "steps=3"]
+    assert cli.main(command) == 130
+    work.stops_at = ""
+    monkeypatch.chdir(tmp_path)
+    elsewhere.rmdir()
+    with pytest.raises(RunDirError, match=f"typed in {elsewhere}, .*is no directory now. Put it back, or repeat"):
+        recorded_jobs(tmp_path / "alone")
+    assert cli.main(command) == 0
+    assert [job.directory for job in recorded_jobs(tmp_path / "alone")] == [tmp_path]
+
+
+def test_a_job_works_in_what_came_along_and_records_no_directory(
+    work: Work, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded = json.dumps({"runtime_env": {"working_dir": "gcs://files.zip"}, "metadata": {}})
+    _interrupted(work, "grpo")
+    monkeypatch.chdir(elsewhere)
+    with monkeypatch.context() as job:
+        job.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", uploaded)
+        assert recorded_jobs(tmp_path / "out")[0].directory is None
+        job.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}}))
+        assert recorded_jobs(tmp_path / "out")[0].directory == tmp_path
+        assert cli.main(["sft", f"run_dir={tmp_path}/alone"]) == 0
+    assert recorded_jobs(tmp_path / "alone")[0].directory is None
+    assert recorded_jobs(tmp_path / "out")[0].directory == tmp_path
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

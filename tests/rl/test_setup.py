@@ -1,4 +1,5 @@
-"""Proves: a model directory that cannot serve a run is refused with its reason before weights are read."""
+"""Proves: a model directory that cannot serve a run is refused with its reason before weights are read; the tools of a
+run do not depend on the directory of who calls them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +9,26 @@ import pytest
 from rollforward.model.errors import CheckpointError, ConfigError, TokenizerError
 from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.setup import Parts, load_parts
-from tests.helpers.runs import small_run, write_model
+from tests.helpers.runs import TASK, small_run, write_model
 
 
 def _load(model_dir: Path, max_new_tokens: int = 6) -> Parts:
     run = small_run(model_dir, model_dir)
     return load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=max_new_tokens, sandbox=run.sandbox)
+
+
+def test_tools_of_ones_own_are_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica on a cluster does not work in the driver's directory."""
+    model_dir = write_model(tmp_path / "model")
+    (tmp_path / "tool.py").write_text('def add(a: int) -> int:\n    """Adds."""\n    return a + 1\n')
+    tools = [{"name": "add", "file": "tool.py"}, {"name": "calculator"}]
+    task = {**TASK, "tools": tools, "max_observation_tokens": 96, "list_tools": False}
+    run = small_run(model_dir, model_dir, tasks=[task], micro_batch_tokens=512)
+    monkeypatch.chdir(tmp_path)
+    parts = load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox)
+    assert parts.environment is not None
+    files = [tool.file for tool in parts.environment.tasks["chain_sum"].tools]
+    assert files == [str(tmp_path / "tool.py"), None]
 
 
 def _without(name: str) -> Callable[[Path], None]:
