@@ -1,0 +1,63 @@
+"""Proves: `eval` of a user's dataset, reward and tool, all named by relative paths, is begun in one directory and
+resumed from another.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollforward.conf import cli
+from rollforward.rl.evaluation import Evaluator
+from tests.helpers.runs import write_model
+
+RECIPE = """
+summary: "a user's own files"
+runs:
+  - name: heldout
+    verb: eval
+    config:
+      model_dir: model
+      tasks:
+        - type: dataset
+          name: mine
+          path: questions.jsonl
+          heldout_size: 4
+          reward: {type: python, file: reward.py}
+          tools: [{name: add, file: tool.py}]
+          list_tools: false
+          max_observation_tokens: 96
+      sampling: {max_new_tokens: 4, temperature: 0.0}
+      prompts: 4
+      max_prompt_tokens: 40
+      rollout: {threads: 1, wal: {level: process}}
+"""
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_run_with_files_of_ones_own_is_resumed_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    write_model(here / "model")
+    rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
+    (here / "questions.jsonl").write_text("\n".join(rows))
+    (here / "reward.py").write_text("def score(question, answer, text):\n    return 1.0\n")
+    (here / "tool.py").write_text('def add(a: int) -> int:\n    """Adds."""\n    return a + 1\n')
+    (here / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(here)
+    evaluate: Callable[..., Any] = Evaluator.evaluate
+    monkeypatch.setattr(Evaluator, "evaluate", _interrupt)
+    assert cli.main(["eval", "recipe=mine.yaml", "run_dir=../out"]) == 130
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    monkeypatch.chdir(elsewhere)
+    assert cli.main(["resume", "../out"]) == 0, capsys.readouterr().err
+    (result,) = json.loads((tmp_path / "out" / "heldout" / "eval.json").read_text())
+    assert (result["task"], result["correct"], result["judged"]) == ("mine", 4, 4)
