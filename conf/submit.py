@@ -22,7 +22,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from rollforward.conf import console
 from rollforward.conf.errors import SubmitError, UsageError
-from rollforward.conf.jobs import VERBS, plan_jobs
+from rollforward.conf.jobs import VERBS, last_value, plan_jobs
 from rollforward.conf.load import LIBRARY_ENVIRONMENT, decode, library_environment, set_api_address
 from rollforward.conf.wheel import build_wheel, source_root
 
@@ -87,7 +87,9 @@ def submit(arguments: Sequence[str]) -> int:
     mode = library_environment().get("RAY_AUTH_MODE", "token")
     console.say(f"stop it: RAY_AUTH_MODE={mode} ray job stop --address {asked.address} {job}")
     if (run_dir := _run_dir(asked.words)) is not None:
-        console.say(f"go on with it later: rollforward submit resume {shlex.quote(run_dir)} address={asked.address}")
+        files = "" if asked.working_dir is None else f" working_dir={shlex.quote(asked.working_dir)}"
+        then = f"rollforward submit resume {shlex.quote(run_dir)} address={asked.address}{files}"
+        console.say(f"go on with it later: {then}")
     if not asked.wait:
         return 0
     try:
@@ -151,7 +153,7 @@ def _check_command(asked: Submission) -> None:
         if run_dir is None or len(overrides) != 1:
             raise UsageError("submit resume takes one directory, what run_dir named, and no settings.")
         return
-    recipe = next((text.partition("=")[2] for text in overrides if text.startswith("recipe=")), "")
+    recipe = last_value(overrides, "recipe") or ""
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute() and asked.working_dir is None:
         raise SubmitError(
             f"recipe={recipe} lies here and not where the job works. Set working_dir=DIR, which is uploaded, and name"
@@ -166,7 +168,7 @@ def _check_command(asked: Submission) -> None:
 def _run_dir(words: Sequence[str]) -> str | None:
     if words[0] == "resume":
         return words[1].removeprefix("run_dir=") if len(words) > 1 else None
-    return next((text.partition("=")[2] for text in words if text.startswith("run_dir=")), None)
+    return last_value(words[1:], "run_dir")
 
 
 def _client(address: str) -> JobSubmissionClient:

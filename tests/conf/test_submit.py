@@ -75,6 +75,9 @@ def test_mistakes_in_the_words(words: list[str], error: type[Exception], message
     [
         (["train", "recipe=tiny"], "train needs run_dir=DIR here"),
         (["train", "recipe=tiny", "run_dir=runs/a"], "run_dir is runs/a; a job has no directory of yours"),
+        (["train", "recipe=tiny", "run_dir=/a", "run_dir='runs/b'"], "run_dir is runs/b; a job has no directory"),
+        (["train", "recipe=tiny", "run_dir='/a b'", "steps=x"], "steps is .x"),
+        (["train", "recipe=tiny", "recipe='mine.yaml'", "run_dir=/a"], "Set working_dir=DIR"),
         (["train", "recipe=tiny", "run_dir=/a", "algo.grup_size=4"], "Did you mean algo.group_size"),
         (["train", "recipe=mine.yaml", "run_dir=/a"], "Set working_dir=DIR"),
         (["train", "recipe=tiny", "run_dir=/a", "working_dir=/nowhere"], "working_dir=/nowhere is no directory"),
