@@ -87,7 +87,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     where: dict[str, int | float | str | bool] = {}
     """Values that the question's metadata must have, such as `num_digits: 2`. Empty: every question."""
     share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    """Share of those questions that are shown so; the others are shown with the bare answer. A model that saw both can
+    """Share of those questions that are shown so; the others go on to the next demonstration. A model that saw both can
     find out by reinforcement what pays.
     """
 
@@ -142,7 +142,7 @@ class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type
     max_answer_chars: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """A longer answer scores 0 without being read, which bounds the verifier's time."""
     demonstrate: tuple[Demonstration, ...] = ()
-    """What SFT learns instead of bare answers: for each question the first of these that is for it decides."""
+    """What SFT learns: for each question the first of these that is for it and takes it, else the bare answer."""
 
     def __post_init__(self) -> None:
         """Refuse a demonstration with a tool that the task has not."""

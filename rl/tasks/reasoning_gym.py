@@ -166,12 +166,13 @@ class ReasoningGymTask:
                     )
 
     def _demonstration(self, index: int, item: dict[str, Any]) -> tuple[Message, ...] | None:
-        """What SFT shows, or None for the bare answer. One draw a question, so that a larger share adds questions."""
-        metadata = item["metadata"]
-        for shown in self._config.demonstrate:
-            if all(metadata[key] == value for key, value in shown.where.items()):
-                is_shown = derive_key("demonstrate", self.name, index) < shown.share * 2**64
-                return _shown_turns(shown, item) if is_shown and item["answer"] is not None else None
+        """What SFT shows, or None for the bare answer. Each demonstration draws for itself."""
+        if item["answer"] is None:
+            return None
+        for place, shown in enumerate(self._config.demonstrate):
+            is_for_it = all(item["metadata"][key] == value for key, value in shown.where.items())
+            if is_for_it and derive_key("demonstrate", self.name, place, index) < shown.share * 2**64:
+                return _shown_turns(shown, item)
         return None
 
     def _choose_heldout(self, num_items: int) -> tuple[tuple[int, ...], frozenset[str]]:

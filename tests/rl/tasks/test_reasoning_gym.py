@@ -237,9 +237,12 @@ def test_a_share_of_the_questions_is_shown_with_the_tool() -> None:
     shown = [task.example(index).demonstration is not None for index in range(1000)]
     assert 250 < sum(shown) < 350
     assert shown[:50] == [task.example(index).demonstration is not None for index in range(50)]
-    declining = build_task(config(demonstrate=(TextDemonstration(text="I do not know.", share=0.3),), heldout_size=5))
+    declines = TextDemonstration(text="I do not know.", share=0.3)
+    declining = build_task(config(demonstrate=(declines,), heldout_size=5))
     assert [declining.example(index).demonstration is not None for index in range(1000)] == shown
     assert solved_messages(declining.example(shown.index(True)))[-1].content == "I do not know."
+    mixed = build_task(config(tools=CALCULATOR, demonstrate=(declines, SHOWN), heldout_size=5))
+    assert {len(mixed.example(index).demonstration or ()) for index in range(50)} == {1, 3}
     answered = next(task.example(index) for index in range(1000) if not shown[index])
     assert solved_messages(answered)[-1].content == answered.answer
 
