@@ -38,7 +38,9 @@ VERBS: dict[str, Verb] = {
         "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts"
     ),
     "plan": Verb(
-        "rollforward.model.plan", "rollforward.model.plan:PlanRun", "sizes of a model, before anything is allocated"
+        "rollforward.model.plan",
+        "rollforward.model.plan:PlanRun",
+        "sizes of a model, and who updates what on which rank",
     ),
 }
 """The commands, in the order that --help lists them. The root YAML of a verb has the verb's name."""

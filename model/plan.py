@@ -1,13 +1,26 @@
-"""`rollforward plan`: what a model weighs, from the shape table alone, before anything is allocated.
+"""`rollforward plan`: what a model weighs and who updates it, from the shape table alone, before anything is allocated.
 
 What lives here: the schema of the verb, pure functions that return records, and their rendering as text.
-What does not: shapes (`shapes.py`). This module imports neither torch nor ray.
+What does not: shapes (`shapes.py`), who updates what (`matrices.py`) and where (`assignment.py`). This module imports
+neither torch nor ray.
 """
+
+from typing import Annotated, Literal
 
 import msgspec
 
 from rollforward.conf import console
+from rollforward.model.assignment import Assignment, assign_dense, assign_experts
 from rollforward.model.config import ModelConfig, resolve_model
+from rollforward.model.matrices import (
+    MuonSplit,
+    Rule,
+    TensorRole,
+    declared_rules,
+    dense_matrices,
+    expert_matrices,
+    tensor_roles,
+)
 from rollforward.model.shapes import StoredDtype, TensorSpec, is_stacked_expert, param_specs, stored_tensors
 
 KV_GROUP = 64
@@ -18,12 +31,30 @@ _SCALE_ALIGNMENT = 8
 
 _FP32_BYTES = 4
 
+RankCount = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+"""A number of processes with one accelerator each."""
+
 
 class PlanRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `rollforward plan`."""
 
     model: str
     """flash, pro, tiny, or a folder with a config.json."""
+    zero_size: RankCount = 1
+    """Ranks that share Muon's dense matrices. Ranks beyond it form further groups of that size, which update the same
+    matrices redundantly.
+    """
+    learner_ranks: RankCount | Literal["zero_size"] = "zero_size"
+    """Data-parallel ranks of the learner, over which routed experts are spread; a multiple of zero_size."""
+    max_padding: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 0.1
+    """Most padding in Muon's buckets, over real elements. More is refused."""
+    split: MuonSplit = MuonSplit()
+    """What is one logical matrix where the report does not say."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks of the learner."""
+        return self.zero_size if self.learner_ranks == "zero_size" else self.learner_ranks
 
 
 class DtypeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +97,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Bytes of tensor data in the files."""
         return sum(row.num_bytes for row in self.dtypes)
+
+
+class RuleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The tensors of a model that fall under one rule."""
+
+    rule: Rule
+    """Who updates them, and why."""
+    num_tensors: int
+    """Tensors; the stacked matrices of a layer's routed experts are one."""
+    num_matrices: int
+    """Logical matrices; 0 where Muon does not update."""
+    num_elements: int
+    """Elements."""
+
+
+class LearnerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Who updates what of one model, on which rank."""
+
+    rules: tuple[RuleRow, ...]
+    """As declared; every tensor under one."""
+    dense: Assignment
+    """Muon's matrices outside routed experts, over a ZeRO group."""
+    experts: Assignment
+    """Routed experts' matrices, over all ranks."""
 
 
 def kv_entry_bytes(config: ModelConfig) -> int:
@@ -152,11 +207,67 @@ def render_plan(model: str, plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def make_learner_plan(config: ModelConfig, run: PlanRun) -> LearnerPlan:
+    """Assign every tensor of a model to its updater, and every matrix of Muon's to a rank.
+
+    Raises:
+        ConfigError: the ranks or the padding are impossible; see `assign_dense` and `assign_experts`.
+    """
+    roles = tensor_roles(config, run.split)
+    sizes = {"zero_size": run.zero_size, "learner_ranks": run.num_ranks}
+    return LearnerPlan(
+        rules=tuple(row for rule in declared_rules(run.split) if (row := _rule_row(rule, roles)).num_tensors > 0),
+        dense=assign_dense(dense_matrices(roles), **sizes, max_padding=run.max_padding),
+        experts=assign_experts(expert_matrices(roles), **sizes, max_padding=run.max_padding),
+    )
+
+
+def _rule_row(rule: Rule, roles: tuple[TensorRole, ...]) -> RuleRow:
+    under = [role for role in roles if role.rule == rule]
+    return RuleRow(
+        rule=rule,
+        num_tensors=len(under),
+        num_matrices=sum(len(role.matrices) for role in under),
+        num_elements=sum(role.spec.num_elements for role in under),
+    )
+
+
+def render_learner_plan(plan: LearnerPlan) -> str:
+    """Return who updates what, and how Muon's matrices lie on the ranks."""
+    lines = ["optimizer: Muon and AdamW. This is the plan; the trainer of this version updates all of it by AdamW."]
+    lines += [f"{'updated':<27}{'by':<8}{'tensors':>8}{'matrices':>10}{'elements':>20}  why"]
+    lines += [
+        f"{row.rule.title:<27}{row.rule.updater:<8}{row.num_tensors:>8,}{row.num_matrices:>10,}"
+        f"{row.num_elements:>20,}  {row.rule.reason}"
+        for row in plan.rules
+    ]
+    for name, assignment in (("dense", plan.dense), ("experts", plan.experts)):
+        lines += _assignment_lines(name, assignment)
+    return "\n".join(lines)
+
+
+def _assignment_lines(name: str, assignment: Assignment) -> list[str]:
+    num_ranks = len(assignment.shares)
+    counts = [len(share.matrices) for share in assignment.shares]
+    mean_elements, mean_flops = assignment.num_elements / num_ranks, assignment.flops / num_ranks
+    shapes = {matrix.ns_shape for share in assignment.shares for matrix in share.matrices}
+    return [
+        f"Muon {name}: groups {assignment.num_groups:,}, ranks of a group {num_ranks:,}, matrices "
+        f"{assignment.num_matrices:,} (a rank {min(counts):,} to {max(counts):,}), shapes {len(shapes)}",
+        f"  elements a rank: most {assignment.bucket_elements:,}, mean {mean_elements:,.0f}, "
+        f"imbalance {assignment.bucket_elements / mean_elements:.3f}, padding {assignment.padding_share:.2%}",
+        f"  Newton-Schulz GFLOP a rank: most {assignment.max_flops / 1e9:,.1f}, mean {mean_flops / 1e9:,.1f}, "
+        f"imbalance {assignment.flops_imbalance:.3f}",
+    ]
+
+
 def main(config: PlanRun) -> int:
     """Write the plan of config.model to standard output and return the exit status 0.
 
     Raises:
-        ConfigError: the model is unknown or its config.json is refused.
+        ConfigError: the model is unknown, its config.json is refused, or the learner's ranks are impossible.
     """
-    console.result(render_plan(config.model, make_plan(resolve_model(config.model))))
+    model = resolve_model(config.model)
+    learner = make_learner_plan(model, config)
+    console.result(render_plan(config.model, make_plan(model)) + "\n" + render_learner_plan(learner))
     return 0
