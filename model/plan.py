@@ -234,7 +234,7 @@ def _rule_row(rule: Rule, roles: tuple[TensorRole, ...]) -> RuleRow:
 
 def render_learner_plan(plan: LearnerPlan) -> str:
     """Return who updates what, and how Muon's matrices lie on the ranks."""
-    lines = ["optimizer: Muon and AdamW. This is the plan; the trainer of this version updates all of it by AdamW."]
+    lines = ["optimizer: Muon and AdamW. This is the plan; the trainer of this version has AdamW in place of Muon."]
     lines += [f"{'updated':<27}{'by':<8}{'tensors':>8}{'matrices':>10}{'elements':>20}  why"]
     lines += [
         f"{row.rule.title:<27}{row.rule.updater:<8}{row.num_tensors:>8,}{row.num_matrices:>10,}"
