@@ -148,7 +148,7 @@ def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, se
     console.summary(f"trained {outcome.steps} steps in {seconds:.0f} s", rows, then)
     result = {
         "tasks": tasks,
-        "eval_gain_min": min(gains.values()),
+        "eval_gain_min": round(min(gains.values()), 6),
         "steps": outcome.steps,
         "rollout_probs_diff_max": outcome.rollout_probs_diff_max,
         "tokens": outcome.trained_tokens,
