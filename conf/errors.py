@@ -31,6 +31,11 @@ class SubmitError(ConfError):
     Nothing was started there."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, or its type where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 _DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
 """What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
 

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rollforward.conf.errors import ConfigError
+from rollforward.conf.errors import ConfigError, first_line
 from rollforward.conf.schema import Step, has_parts, nearest, schema_fields, unknown_keys, value_at
 
 __all__ = [
@@ -114,7 +114,7 @@ def read_yaml(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
     except RecursionError as error:
         raise ConfigError(
             f"{path} is nested too deep, or an alias lies in its own anchor. Write it flatter."
@@ -198,7 +198,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         except HydraException as error:
             raise ConfigError(
                 f"{text!r} is not an override; an override reads key=value, with quotes around a value that holds "
-                f"spaces, commas or brackets. Hydra says: {_first_line(error)}"
+                f"spaces, commas or brackets. Hydra says: {first_line(error)}"
             ) from error
         if not override.key_or_group:
             raise ConfigError(f"{text!r} names no key; an override reads key=value.")
@@ -223,10 +223,6 @@ def _as_hydra(override: Override, groups: Mapping[str, tuple[str, ...]], schema:
     return f"++{text}"
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def _translated(error: BaseException, groups: Mapping[str, tuple[str, ...]]) -> ConfigError:
     """A message of Hydra's or OmegaConf's in this project's form."""
     cause: BaseException | None = error
@@ -235,7 +231,7 @@ def _translated(error: BaseException, groups: Mapping[str, tuple[str, ...]]) -> 
             return cause
         cause = cause.__cause__ or cause.__context__
     text = str(error)
-    line = _first_line(error)
+    line = first_line(error)
     if found := re.search(r"Could not find '([\w./@-]+)'", text):
         group, _, option = found[1].rpartition("/")
         options = list(groups.get(group, ()))

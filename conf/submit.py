@@ -21,7 +21,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from rollforward.conf import console
-from rollforward.conf.errors import SubmitError, UsageError
+from rollforward.conf.errors import SubmitError, UsageError, first_line
 from rollforward.conf.jobs import VERBS, last_value, plan_jobs
 from rollforward.conf.load import LIBRARY_ENVIRONMENT, decode, library_environment, set_api_address
 from rollforward.conf.wheel import build_wheel, source_root
@@ -184,8 +184,7 @@ def _client(address: str) -> JobSubmissionClient:
 
 def _told(error: Exception) -> str:
     """The first sentence of what Ray says."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line.partition(". ")[0].rstrip(".") for line in lines if line), type(error).__name__)
+    return first_line(error).partition(". ")[0].rstrip(".")
 
 
 async def follow(client: JobSubmissionClient, job: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Self
 import msgspec
 
 from rollforward.conf.console import say
+from rollforward.conf.errors import first_line
 from rollforward.rl.answers import ANSWERS_NAME, Answer, table_columns, table_row
 from rollforward.rl.config import TrackerConfig
 from rollforward.rl.errors import TrackerError
@@ -104,7 +105,7 @@ class Tracker:
         except Exception as error:
             if self._attempt == 0:
                 raise TrackerError(
-                    f"tracker.mode is {self._config.mode}, and W&B does not start: {_told(error)}. Call `wandb login`,"
+                    f"tracker.mode is {self._config.mode}, and W&B does not start: {first_line(error)}. Call `wandb login`,"
                     " or set tracker.mode=offline (files, to be synced later) or tracker.mode=disabled"
                 ) from error
             self._give_up_wandb(error)
@@ -182,11 +183,7 @@ class Tracker:
 
     def _give_up_wandb(self, error: Exception) -> None:
         self._wandb = None
-        say(f"W&B failed and is left out until the run is resumed ({_told(error)}); {METRICS_NAME} has everything")
-
-
-def _told(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        say(f"W&B failed and is left out until the run is resumed ({first_line(error)}); {METRICS_NAME} has everything")
 
 
 def _end_last_line(path: Path) -> None:

@@ -81,15 +81,6 @@ class ForwardRunner:
         Invariants: a chunk's result does not depend on the other chunks. Mutates the cache and what the sequences know
         of it: ``num_cached`` and ``routes``.
         """
-        # The reference kernels pad every group of queries to the longest one of the pass: 64 decoding sequences beside
-        # a chunk of 64 tokens took 304 ms in one pass, 146 ms in two.
-        order = sorted(range(len(chunks)), key=lambda row: chunks[row].length > 1)
-        num_single = sum(chunk.length == 1 for chunk in chunks)
-        passes = [[chunks[row] for row in rows] for rows in (order[:num_single], order[num_single:]) if rows]
-        streams_BMD = torch.cat([self._pass(part) for part in passes])
-        return streams_BMD[torch.tensor(order).argsort()]
-
-    def _pass(self, chunks: SequenceOf[Chunk]) -> Tensor:
         assert self._weights is not None, "generate checks that weights are loaded"
         segments = [
             Segment(start=sequence.num_cached, length=length, slot=sequence.slot, blocks=sequence.blocks)
