@@ -105,8 +105,8 @@ class Tracker:
         except Exception as error:
             if self._attempt == 0:
                 raise TrackerError(
-                    f"tracker.mode is {self._config.mode}, and W&B does not start: {first_line(error)}. Call `wandb login`,"
-                    " or set tracker.mode=offline (files, to be synced later) or tracker.mode=disabled"
+                    f"tracker.mode is {self._config.mode}, and W&B does not start: {first_line(error)}. Call"
+                    " `wandb login`, or set tracker.mode=offline (files, to be synced later) or tracker.mode=disabled"
                 ) from error
             self._give_up_wandb(error)
 
