@@ -19,7 +19,7 @@ import numpy as np
 
 from rollforward.model.metrics import Metric
 from rollforward.rl.advantage import group_advantages
-from rollforward.rl.config import Normalisation, Truncation
+from rollforward.rl.algorithms import Normalisation, Truncation
 from rollforward.rl.errors import BatchError, NoTrainableTrajectoriesError
 from rollforward.rl.metrics import advantage_metrics, group_metrics
 from rollforward.rollout.types import (

@@ -1,6 +1,7 @@
-"""The schema of runs: algorithms as a tagged union, and the roots that `train`, `sft` and `eval` decode into.
+"""The schema of runs: the roots that `train`, `sft` and `eval` decode into.
 
-Schemas of parts live beside what they configure (`rollout/config.py`, `model/train_config.py`, `rl/tasks/config.py`)
+Schemas of parts live beside what they configure (`rollout/config.py`, `model/train_config.py`, `rl/algorithms.py`,
+`rl/tasks/config.py`)
 and are assembled only here. No torch and no ray: a wrong key must cost milliseconds. YAML and Hydra are in `conf/`.
 """
 
@@ -10,60 +11,16 @@ import msgspec
 
 from rollforward.model.config import PresetName
 from rollforward.model.tokenizer import TokenizerConfig
-from rollforward.model.train_config import OptimConfig, Precision
+from rollforward.model.train_config import BalanceConfig, HybridMuon, OptimConfig, Precision
+from rollforward.rl.algorithms import Algorithm
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.types import SamplingParams
 from rollforward.sandbox.config import SandboxConfig
 
-Normalisation = Literal["trajectory_mean", "token_mean"]
-"""Weight of a token in the step: equal trajectories (each the mean of its tokens), or equal tokens."""
-
-Truncation = Literal["keep", "mask"]
-"""A completion that ran out of tokens or turns is trained like others, or counts in the baseline and is not trained."""
-
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
-
-
-class GRPO(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grpo"):
-    """DeepSeek's GRPO (`rl/losses/grpo.py`); the defaults are DeepSeek-V3.2's where it states them."""
-
-    group_size: int = 8
-    """Attempts at each prompt, which share a baseline; at least 2."""
-    clip_eps_low: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)] = 0.2
-    """The ratio is clipped below at 1 minus this."""
-    clip_eps_high: Annotated[float, msgspec.Meta(gt=0.0)] = 0.2
-    """The ratio is clipped above at 1 plus this. Larger than the lower one is DAPO's clip-higher (0.28)."""
-    kl_beta: NonNegativeFloat = 0.001
-    """Weight of the KL to the model that the run starts from. 0 leaves the reference out."""
-    opsm_delta: Annotated[float, msgspec.Meta(gt=0.0)] | None = 0.1
-    """Nats per token beyond which a sequence of negative advantage is off-policy and loses its policy term; DeepSeek
-    states no value. null switches the mask off."""
-    advantage_std: bool = False
-    """Divide advantages by the group's standard deviation, as the original GRPO does."""
-    normalisation: Normalisation = "trajectory_mean"
-    """Weight of a token in the step."""
-    truncation: Truncation = "keep"
-    """What completions that ran out of budget do, be it tokens (`max_new_tokens`) or turns (`max_turns`): `keep` trains
-    them like others, `mask` counts them in the baseline alone."""
-    keep_routing: bool = True
-    """Record the experts that every sampled token visits, those of hash layers too, and visit the same ones in
-    training; their weights come from the live router, which goes on learning. A token without a record chooses live."""
-
-    def __post_init__(self) -> None:
-        """Refuse a group of one."""
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size is {self.group_size}; a baseline from the group needs at least 2 members. Set"
-                " algo.group_size=2 or more (8 is usual)"
-            )
-
-
-Algorithm = GRPO
-"""Any algorithm, told apart by `type`. A new one joins here, in a file of `rl/losses`, and in
-`rl/losses/registry.py`."""
 
 
 class FreshModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="fresh"):
@@ -95,7 +52,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_cpus: PositiveInt = 2
     """Cores of the local cluster that is started."""
     learner_ranks: PositiveInt = 1
-    """Data-parallel ranks of the learner, one process each; they share the micro-batches of a step."""
+    """Data-parallel ranks of the learner, one process each; they share the micro-batches of a step. A power of two."""
     learner_threads: PositiveInt = 2
     """CPU threads of a rank; it computes while the engines wait."""
 
@@ -158,6 +115,11 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
     precision: Precision = "native"
     """Number formats of the forward pass, on both sides alike."""
+    balance: BalanceConfig = BalanceConfig()
+    """Balancing of experts; only without `algo.keep_routing`, whose routes are not the router's choice."""
+    recompute: bool = False
+    """Keep only the layers' inputs in the forward pass and compute each layer again for the backward pass: less memory,
+    about a third more work, the same bits."""
     cluster: ClusterConfig = ClusterConfig()
     """Cores and threads."""
     rollout: RolloutConfig = RolloutConfig()
@@ -184,6 +146,13 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 " sampling.temperature=1"
             )
         _check_sequences_fit(self.tasks, self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
+        if self.balance.is_on and self.algo.keep_routing:
+            raise ValueError(
+                "balance is on and algo.keep_routing is true; replayed routes are not what the router chooses now, so"
+                " neither their loads nor a loss on them mean anything. Set algo.keep_routing=false, or"
+                " balance.bias_update_speed=0 and balance.loss_weight=0"
+            )
+        _check_ranks(self.cluster.learner_ranks, self.optim)
         _check_schedule(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
@@ -213,6 +182,11 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Chooses the order of conversations."""
     precision: Precision = "native"
     """Number formats of the forward pass."""
+    balance: BalanceConfig = BalanceConfig()
+    """Balancing of experts."""
+    recompute: bool = False
+    """Keep only the layers' inputs in the forward pass and compute each layer again for the backward pass: less memory,
+    about a third more work, the same bits."""
     rollout: RolloutConfig = RolloutConfig()
     """The engine that evaluates; its `threads` hold for training too, which shares its process."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -236,6 +210,7 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             answer_key="max_answer_tokens",
         )
         _check_one_engine(self.rollout, "sft evaluates")
+        _check_ranks(1, self.optim)
         _check_schedule(self.optim, self.steps)
         _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
@@ -268,6 +243,20 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Refuse combinations that would fail only later."""
         _check_one_engine(self.rollout, "eval samples")
         _check_heldout(self.tasks, self.prompts, "prompts")
+
+
+def _check_ranks(learner_ranks: int, optim: OptimConfig) -> None:
+    if learner_ranks & (learner_ranks - 1):
+        raise ValueError(
+            f"cluster.learner_ranks is {learner_ranks}; gradients are added in a binary tree of which each rank owns a"
+            f" subtree. Set a power of two, such as cluster.learner_ranks={1 << (learner_ranks.bit_length() - 1)}"
+        )
+    zero_size = optim.zero_size if isinstance(optim, HybridMuon) else None
+    if zero_size is not None and (zero_size & (zero_size - 1) or learner_ranks % zero_size):
+        raise ValueError(
+            f"optim.zero_size is {zero_size}; it must be a power of two that divides the learner's {learner_ranks} ranks."
+            f" Set optim.zero_size={learner_ranks}, or leave it out"
+        )
 
 
 def _check_one_engine(rollout: RolloutConfig, what: str) -> None:

@@ -20,7 +20,7 @@ from rollforward.model.train_config import OptimConfig, Precision
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.model.transformer import Model
 from rollforward.rl.batch import PackedBatch
-from rollforward.rl.config import Algorithm
+from rollforward.rl.algorithms import Algorithm
 from rollforward.rl.conversations import PackedConversations
 from rollforward.rl.losses.base import LossOutput, loss_inputs
 from rollforward.rl.losses.registry import policy_loss

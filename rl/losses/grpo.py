@@ -5,7 +5,7 @@ Advantages without division by the standard deviation and the weights of tokens 
 
 import torch
 
-from rollforward.rl.config import GRPO
+from rollforward.rl.algorithms import GRPO
 from rollforward.rl.errors import LossInputError
 from rollforward.rl.losses.base import (
     LossInputs,

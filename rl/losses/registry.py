@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollforward.rl.config import GRPO, Algorithm
+from rollforward.rl.algorithms import GRPO, Algorithm
 from rollforward.rl.losses.base import LossInputs, LossOutput
 from rollforward.rl.losses.grpo import grpo_loss
 

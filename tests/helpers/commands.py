@@ -14,7 +14,7 @@ runs:
     config:
       start: {{type: fresh, preset: tiny, tokenizer: {{vocab_size: 384, num_conversations: 200}}}}
       tasks: &tasks [{task}]
-      optim: {{lr: 2.0e-3}}
+      optim: {{type: adamw, lr: 2.0e-3}}
       steps: 6
       micro_batch_tokens: 256
       max_prompt_tokens: 40
@@ -27,7 +27,7 @@ runs:
     config:
       model_dir: ${{run_dir:sft}}/model
       tasks: *tasks
-      optim: {{lr: 1.0e-3}}
+      optim: {{type: adamw, lr: 1.0e-3}}
       sampling: {{max_new_tokens: 6}}
       steps: 6
       prompts_per_step: 4

@@ -48,7 +48,7 @@ def small_run(run_dir: Path, model_dir: Path, **changes: Any) -> RLRun:
         "model_dir": str(model_dir),
         "tasks": [TASK],
         "algo": {"type": "grpo", "group_size": 2},
-        "optim": {"lr": 1e-3},
+        "optim": {"type": "adamw", "lr": 1e-3},
         "sampling": {"max_new_tokens": 6},
         "steps": 3,
         "prompts_per_step": 4,

@@ -18,7 +18,7 @@ from rollforward.model.errors import CheckpointError, NonFiniteLossError, Traine
 from rollforward.model.precision import pack_published, unpack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.shapes import param_specs
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossFunction, LossPart, Trainer
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import build_weights, published_tensors
@@ -65,7 +65,7 @@ def _negative_sum(scale: float = 1e-2) -> LossFunction:
 
 def _trainer(config: ModelConfig, **optim: float) -> Trainer:
     settings = {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5} | optim
-    return Trainer(config, random_params(config), precision="native", optim=OptimConfig(**settings))
+    return Trainer(config, random_params(config), precision="native", optim=AdamW(**settings))
 
 
 def _values(trainer: Trainer) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ def test_the_rate_falls_linearly_after_the_warm_up() -> None:
     batch = _batch(config, (9,), seed=1)
     rates = [trainer.train_step([batch], _negative_sum()).learning_rate for _ in range(6)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert OptimConfig(lr=1.0, decay_steps=4).rate(4) == 0.0
+    assert AdamW(lr=1.0, decay_steps=4).rate(4) == 0.0
 
 
 def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

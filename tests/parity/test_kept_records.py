@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.scoring import ScoringBatch
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.rl.batch import PackedBatch, build_step_batch, concatenate
-from rollforward.rl.config import GRPO
+from rollforward.rl.algorithms import GRPO
 from rollforward.rl.learner import TOKENIZER_NAME, Learner, LearnerSettings, scoring_batch
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.types import Completion, Group, KeptSets, Request, SamplingParams, ToolUse, Trajectory
@@ -36,7 +36,7 @@ CONFIG = msgspec.structs.replace(tiny_config(), vocab_size=12)
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
     join_alone(tmp_path)
-    return Trainer(CONFIG, random_params(CONFIG), precision="native", optim=OptimConfig(lr=3e-2))
+    return Trainer(CONFIG, random_params(CONFIG), precision="native", optim=AdamW(lr=3e-2))
 
 
 def _requests(version: int = 1) -> list[Request]:
@@ -146,7 +146,7 @@ def test_after_an_update_a_recorded_route_still_holds_and_live_routers_choose_ot
         packs = _packs(_generate(engine), 12)
     results = []
     for keep_routing in (True, False):
-        twin = Trainer(CONFIG, random_params(CONFIG), precision="native", optim=OptimConfig(lr=3e-2))
+        twin = Trainer(CONFIG, random_params(CONFIG), precision="native", optim=AdamW(lr=3e-2))
         batches = [scoring_batch(pack, keep_routing=keep_routing) for pack in packs]
         assert _different(packs, _train(twin, batches)) == 0
         results.append((twin.masters(), _train(twin, batches)))
@@ -164,7 +164,7 @@ def test_the_reference_chooses_its_own_routes_over_the_same_kept_sets(tmp_path: 
     settings = LearnerSettings(
         model_dir=str(tmp_path / "model"),
         algorithm=GRPO(),
-        optim=OptimConfig(lr=1e-3),
+        optim=AdamW(lr=1e-3),
         precision="native",
         temperature=TEMPERATURE,
         threads=torch.get_num_threads(),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import NonFiniteLossError
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.rl.batch import PackedBatch, build_step_batch
 from rollforward.rl.learner import scoring_batch
@@ -54,7 +54,7 @@ def _shares(config: ModelConfig, num_ranks: int) -> list[tuple[PackedBatch, ...]
 def _step(share: tuple[PackedBatch, ...]) -> tuple[float, float, dict[str, Tensor]]:
     """Loss of this rank, gradient norm and masters after one step on a share."""
     config = tiny_config()
-    trainer = Trainer(config, random_params(config), precision="native", optim=OptimConfig(lr=1e-3))
+    trainer = Trainer(config, random_params(config), precision="native", optim=AdamW(lr=1e-3))
 
     def loss(index: int, logprobs_T: Tensor, _entropy_T: Tensor) -> LossPart:
         weight_T = torch.tensor(share[index].token_weight_T * share[index].advantages_T)
@@ -74,7 +74,7 @@ def bad_loss_on_one_rank(rank: int) -> None:
     """Rank 1 has a loss that is not a number; both must raise and keep their masters."""
     config = tiny_config()
     share = _shares(config, 2)[rank]
-    trainer = Trainer(config, random_params(config), precision="native", optim=OptimConfig(lr=1e-3))
+    trainer = Trainer(config, random_params(config), precision="native", optim=AdamW(lr=1e-3))
     before = trainer.masters()
 
     def loss(index: int, logprobs_T: Tensor, _entropy_T: Tensor) -> LossPart:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.metrics import metric_values
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import AdamW
 from rollforward.rl.batch import PackedBatch, StepBatch, build_step_batch, inert_like
-from rollforward.rl.config import GRPO
+from rollforward.rl.algorithms import GRPO
 from rollforward.rl.learner import TOKENIZER_NAME, Learner, LearnerSettings
 from rollforward.rl.packing import MicroBatchPlan, split_plans
 from rollforward.rl.samples import write_step
@@ -111,7 +111,7 @@ def _step(model_dir: Path, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> S
     settings = LearnerSettings(
         model_dir=str(model_dir),
         algorithm=GRPO(group_size=2, kl_beta=0.2, opsm_delta=0.1),
-        optim=OptimConfig(lr=1e-3),
+        optim=AdamW(lr=1e-3),
         precision="native",
         temperature=0.9,
         threads=1,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollforward.model.precision import PackedTensor
 from rollforward.model.scoring import ScoringBatch
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.errors import WeightsError
@@ -51,7 +51,7 @@ FLIPPED = [
 def trainer(tmp_path: Path) -> Trainer:
     join_alone(tmp_path)
     config = tiny_config()
-    return Trainer(config, random_params(config), precision="native", optim=OptimConfig(lr=1e-2))
+    return Trainer(config, random_params(config), precision="native", optim=AdamW(lr=1e-2))
 
 
 def _score(trainer: Trainer, pairs: list[tuple[Request, Completion]], per_batch: int) -> dict[str, np.ndarray]:

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollforward.rl.config import GRPO, Algorithm, CheckpointModel, EvalRun, FreshModel, RLRun, SFTRun
+from rollforward.rl.algorithms import GRPO, Algorithm
+from rollforward.rl.config import CheckpointModel, EvalRun, FreshModel, RLRun, SFTRun
 
 TASK = {"type": "reasoning_gym", "name": "sum", "dataset": "chain_sum"}
-OPTIM = {"lr": 1e-5}
+OPTIM = {"type": "adamw", "lr": 1e-5}
 RL = {
     "run_dir": "runs/a",
     "model_dir": "models/sft",

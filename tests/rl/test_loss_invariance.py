@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.batch import PackedBatch, StepBatch, build_step_batch, inert_like
-from rollforward.rl.config import GRPO
+from rollforward.rl.algorithms import GRPO
 from rollforward.rl.losses.base import LossInputs, loss_inputs
 from rollforward.rl.losses.registry import policy_loss
 from rollforward.rollout.types import Group, RequestId, Segment, StopReason, Trajectory

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollforward.model.metrics import metric_values
-from rollforward.rl.config import GRPO, Algorithm
+from rollforward.rl.algorithms import GRPO, Algorithm
 from rollforward.rl.errors import LossInputError
 from rollforward.rl.losses.base import (
     LossInputs,

@@ -32,7 +32,7 @@ def _loop(run_dir: Path, model_dir: Path, **changes: Any) -> SFTLoop:
         "run_dir": str(run_dir),
         "start": {"type": "checkpoint", "model_dir": str(model_dir)},
         "tasks": [TASK],
-        "optim": {"lr": 2e-3, "warmup_steps": 2},
+        "optim": {"type": "adamw", "lr": 2e-3, "warmup_steps": 2},
         "steps": 6,
         "micro_batch_tokens": 96,
         "micro_batches_per_step": 2,

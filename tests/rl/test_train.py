@@ -10,9 +10,9 @@ import pytest
 import ray
 
 from rollforward.model.errors import ConfigError
-from rollforward.model.train_config import OptimConfig
+from rollforward.model.train_config import AdamW
 from rollforward.rl.actors import LearnerActor, LearnerPool
-from rollforward.rl.config import GRPO
+from rollforward.rl.algorithms import GRPO
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.train import losses_named
@@ -45,7 +45,7 @@ def test_an_error_of_a_learners_start_keeps_its_type(tmp_path: Path) -> None:
     settings = LearnerSettings(
         model_dir=str(tmp_path / "absent"),
         algorithm=GRPO(),
-        optim=OptimConfig(lr=1e-3),
+        optim=AdamW(lr=1e-3),
         precision="native",
         temperature=1.0,
         threads=1,
