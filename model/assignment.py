@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ConfigError
-from rollforward.model.matrices import LogicalMatrix
+from rollforward.model.matrices import LogicalMatrix, dense_matrices, expert_matrices, tensor_roles
+from rollforward.model.train_config import HybridMuon
 
 NUM_CAPS = 16
 """Bucket lengths that the knapsack tries, evenly spaced up to the padding allowed."""
@@ -156,6 +158,26 @@ def assign_experts(
     starts = [rank * least + min(rank, longer) for rank in range(learner_ranks + 1)]
     shares = [RankShare(matrices=tuple(matrices[starts[rank] : starts[rank + 1]])) for rank in range(learner_ranks)]
     return Assignment(shares=tuple(shares), num_groups=1)
+
+
+def muon_assignments(config: ModelConfig, optim: HybridMuon, learner_ranks: int) -> tuple[Assignment, Assignment]:
+    """Return who updates a model's matrices of Muon: dense ones within a ZeRO group, then routed experts over all ranks.
+
+    Args:
+        config: the model.
+        optim: its split, its ZeRO size (None is all ranks) and the padding that it allows.
+        learner_ranks: all ranks, at least 1.
+
+    Raises:
+        ConfigError: whole matrices do not fit these ranks; the message has the way out.
+    """
+    roles = tensor_roles(config, optim.split)
+    zero_size, padding = optim.zero_size or learner_ranks, optim.max_padding
+    dense = assign_dense(dense_matrices(roles), zero_size=zero_size, learner_ranks=learner_ranks, max_padding=padding)
+    experts = assign_experts(
+        expert_matrices(roles), zero_size=zero_size, learner_ranks=learner_ranks, max_padding=padding
+    )
+    return dense, experts
 
 
 def _check_multiple(zero_size: int, learner_ranks: int) -> None:

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollforward.model.assignment import Assignment, assign_dense, assign_experts
+from rollforward.model.assignment import Assignment, assign_dense, assign_experts, muon_assignments
 from rollforward.model.config import preset
 from rollforward.model.errors import ConfigError
 from rollforward.model.matrices import LogicalMatrix, MuonSplit, dense_matrices, expert_matrices, tensor_roles
+from rollforward.model.train_config import HybridMuon
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=40)
 
@@ -215,3 +216,22 @@ def test_a_matrix_larger_than_a_bucket_is_named() -> None:
     matrices = dense_matrices(tensor_roles(preset("flash"), MuonSplit()))
     with pytest.raises(ConfigError, match=r"wo_b.weight \[4096, 8192\] has 33,554,432 elements.*Set zero_size=128 "):
         dense(matrices, 256, padding=0.1)
+
+
+def test_what_a_learner_updates_is_the_assignment_of_its_own_settings() -> None:
+    tiny = preset("tiny")
+    roles = tensor_roles(tiny, MuonSplit(wq_b="heads"))
+    optim = HybridMuon(lr=1e-3, zero_size=2, max_padding=0.5, split=MuonSplit(wq_b="heads"))
+    dense_part, experts = muon_assignments(tiny, optim, 4)
+    assert sorted(all_of(dense_part)) == sorted(dense_matrices(roles))
+    assert (len(dense_part.shares), dense_part.num_groups) == (2, 2)
+    assert all_of(experts) == list(expert_matrices(roles))
+    assert (len(experts.shares), experts.num_groups) == (4, 1)
+
+
+def test_without_a_size_of_its_own_the_dense_group_is_all_ranks_and_the_impossible_is_refused() -> None:
+    assert len(muon_assignments(preset("tiny"), HybridMuon(lr=1e-3), 2)[0].shares) == 2
+    with pytest.raises(ConfigError, match=r"zero_size is 64; whole dense matrices would leave .* learner_ranks=64"):
+        muon_assignments(preset("tiny"), HybridMuon(lr=1e-3), 64)
+    with pytest.raises(ConfigError, match=r"learner_ranks is 512; .* expert matrices would leave"):
+        muon_assignments(preset("tiny"), HybridMuon(lr=1e-3, zero_size=1), 512)
