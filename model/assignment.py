@@ -161,7 +161,7 @@ def assign_experts(
 
 
 def muon_assignments(config: ModelConfig, optim: HybridMuon, learner_ranks: int) -> tuple[Assignment, Assignment]:
-    """Return who updates a model's matrices of Muon: dense ones within a ZeRO group, then routed experts over all ranks.
+    """Return who updates Muon's matrices of a model: dense ones in a ZeRO group, routed experts over all ranks.
 
     Args:
         config: the model.
