@@ -5,9 +5,9 @@ The only place where masks and token weights are made. Everything per token that
 (`_predictor_rows` is that shift). Trajectories are aligned with the token itself. Order and packing are in
 `rl/packing.py`, the files in `rl/samples.py`, losses in `rl/losses`, the forward pass in `model/trainer.py`.
 
-Weights: every trained token of a step has one weight, and the weights of a step sum to 1. They are fixed here, once,
-from the counts of the whole step, so that a loss which only adds weighted tokens can't depend on micro-batches, ranks,
-packing or order.
+Weights: every trained token of a step has one weight; all of them sum to 1 but under `constant`, where they sum to the
+mean share of the token budget that was used. They are fixed here, once, from the counts of the whole step, so that a
+loss which only adds weighted tokens can't depend on micro-batches, ranks, packing or order.
 
 Letters: T packed tokens, B sequences, N trajectories, G members of a group.
 """
@@ -131,6 +131,7 @@ def build_step_batch(
     normalisation: Normalisation,
     divide_by_std: bool = False,
     truncation: Truncation = "keep",
+    max_new_tokens: int | None = None,
 ) -> StepBatch:
     """Return the batch of one step.
 
@@ -141,17 +142,19 @@ def build_step_batch(
         groups: The step's groups in any order; the order of their members does not matter either.
         normalisation: "trajectory_mean" gives a token 1 / (trained tokens of its trajectory x trained trajectories of
             the
-            step); "token_mean" gives it 1 / (trained tokens of the step).
+            step); "token_mean" gives it 1 / (trained tokens of the step); "constant" gives it 1 / (trained trajectories
+            of the step x max_new_tokens), so that no length divides anything.
         divide_by_std: As in `group_advantages`.
         truncation: "keep" trains completions that ran out of tokens or turns like others; "mask" keeps them in the
             baseline and trains none of their tokens.
+        max_new_tokens: The run's budget of a completion, at least 1; only "constant" needs it.
 
     Returns:
-        The batch. Its token weights sum to 1.
+        The batch. Its token weights sum to 1, under "constant" to (mean of trained tokens) / max_new_tokens.
 
     Raises:
-        BatchError: two groups of one prompt, a group of one, or a trained token whose sampling log-prob is not a
-            finite number at most 0.
+        BatchError: two groups of one prompt, a group of one, a trained token whose sampling log-prob is not a finite
+            number at most 0, or "constant" without max_new_tokens.
         NoTrainableTrajectoriesError: nothing is left to train.
 
     Invariants: a pure function; same groups in any order give the same bits.
@@ -176,14 +179,10 @@ def build_step_batch(
             " baseline or are masked as truncated. Mend what failed. The token log goes on answering with failures of"
             " sampling: to sample the step again remove run_dir/wal before you resume"
         )
-    num_tokens = sum(trajectory.num_trained_tokens for trajectory, _ in trained)
+    weights = _token_weights([one.num_trained_tokens for one, _ in trained], normalisation, max_new_tokens)
     rows: list[TrajectoryRow] = []
     packed: list[PackedBatch] = []
-    for trajectory, advantage in trained:
-        if normalisation == "trajectory_mean":
-            weight = 1.0 / (trajectory.num_trained_tokens * len(trained))
-        else:
-            weight = 1.0 / num_tokens
+    for (trajectory, advantage), weight in zip(trained, weights, strict=True):
         rows.append(_describe(trajectory, advantage, weight))
         packed.append(_pack_trajectory(trajectory, advantage, weight))
     metrics = (*group_metrics(ordered), *advantage_metrics(scored))
@@ -230,6 +229,23 @@ def inert_like(packed: PackedBatch) -> PackedBatch:
         token_weight_T=np.zeros_like(packed.token_weight_T),
         trajectory_tokens_N=np.zeros_like(packed.trajectory_tokens_N),
     )
+
+
+def _token_weights(
+    trained_tokens_N: Sequence[int], normalisation: Normalisation, max_new_tokens: int | None
+) -> list[float]:
+    """The weight of a token of each trajectory that is trained."""
+    num_trajectories = len(trained_tokens_N)
+    if normalisation == "trajectory_mean":
+        return [1.0 / (tokens * num_trajectories) for tokens in trained_tokens_N]
+    if normalisation == "token_mean":
+        return [1.0 / sum(trained_tokens_N)] * num_trajectories
+    if max_new_tokens is None or max_new_tokens < 1:
+        raise BatchError(
+            f"max_new_tokens is {max_new_tokens}; normalisation 'constant' divides by it and needs at least 1. Hand in"
+            " sampling.max_new_tokens or choose algo.normalisation=trajectory_mean"
+        )
+    return [1.0 / (num_trajectories * max_new_tokens)] * num_trajectories
 
 
 def _with_advantages(group: Group, *, divide_by_std: bool) -> list[tuple[Trajectory, float]]:

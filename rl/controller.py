@@ -238,6 +238,7 @@ class Controller:
             normalisation=run.algo.normalisation,
             divide_by_std=run.algo.advantage_std,
             truncation=run.algo.truncation,
+            max_new_tokens=run.sampling.max_new_tokens,
         )
         with self._timed("write_samples"):
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
