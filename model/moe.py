@@ -11,8 +11,9 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.numerics import Numerics
 from rollforward.model.weights import MoEWeights
 
-Router = Callable[[Tensor], Tensor]
-"""From the experts that a layer's own router chose, int64 [T, K], to those that are visited (``routing.py``)."""
+Router = Callable[[Tensor, Tensor], Tensor]
+"""From the scores before the selection bias, [T, E], and the experts that a layer's own router chose, int64 [T, K], to
+the experts that are visited (``routing.py``)."""
 
 
 def moe(
@@ -46,7 +47,7 @@ def moe(
         assert weights.bias is not None, "a layer without tid2eid has a selection bias"
         experts_TK = select_experts(scores_TE, weights.bias, k=config.num_experts_per_tok)
     if router is not None:
-        experts_TK = router(experts_TK)
+        experts_TK = router(scores_TE, experts_TK)
     weights_TK = route_weights(scores_TE, experts_TK, scale=config.routed_scaling_factor)
     routed_TD = routed_experts(
         x_TD,

@@ -23,6 +23,8 @@ class ScoringBatch:
     """int64 [T], the token that each row predicts."""
     scored_mask_T: Tensor
     """bool [T], True where the log-prob is wanted; the head runs on these rows only."""
+    sequence_weights: tuple[float, ...] | None = None
+    """Share of each sequence in the step's loss, which the balance loss takes over; None where nobody asks for it."""
     routes_TLK: Tensor | None = None
     """int16 or int64 [T, L, K], experts to visit (``routing.py``); -1, and None for all, chooses live."""
     kept_counts_T: Tensor | None = None
@@ -32,11 +34,23 @@ class ScoringBatch:
 
 
 def target_logprobs(
-    transformer: Transformer, weights: ModelWeights, batch: ScoringBatch, *, temperature: float
+    transformer: Transformer,
+    weights: ModelWeights,
+    batch: ScoringBatch,
+    *,
+    temperature: float,
+    routing: Routing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of the targets and entropies of the rows, [T] float32 each, 0 where not scored.
 
     Both are of the distribution that the target was drawn from: softmax over its kept set, where there is one.
+
+    Args:
+        transformer: the arithmetic. weights: of its mode.
+        batch: what to score.
+        temperature: divides the logits, > 0.
+        routing: replays and records instead of the batch's routes, for a caller that reads what was visited. None:
+            replays the batch's routes, where there are any.
 
     Raises:
         ModelInputError: routes that are not this model's, see ``Routing``.
@@ -45,7 +59,8 @@ def target_logprobs(
     batched, with autograd on or off, and with its routes replayed or not.
     """
     config = transformer.config
-    routing = None if batch.routes_TLK is None else Routing(config, replay_TLK=batch.routes_TLK)
+    if routing is None and batch.routes_TLK is not None:
+        routing = Routing(config, replay_TLK=batch.routes_TLK)
     streams_TMD = transformer.streams(
         weights, batch.token_ids_T, packed_batch(config, batch.sequence_lengths), routing=routing
     )

@@ -4,12 +4,12 @@ One forward serves decode, chunked prefill and packed training: see ``segments.p
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rollforward.kernels.linear.row_linear import row_linear
 from rollforward.kernels.mhc.mix import mhc_head, mhc_mix, mhc_post, mhc_pre
@@ -34,9 +34,17 @@ class Transformer:
     Thread-safe once its rotary tables have grown to the longest position used.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        """Prepare a forward for ``config`` in mode ``fp32`` or ``native``."""
+    def __init__(self, config: ModelConfig, precision: Precision, *, recompute: bool = False) -> None:
+        """Prepare a forward.
+
+        Args:
+            config: the model.
+            precision: ``fp32`` or ``native``.
+            recompute: a trunk forward with grad keeps only the input of every layer and runs the layer again in
+                backward: the memory of one layer for a third more products. No bit of values and gradients changes.
+        """
         self.config = config
+        self._recompute = recompute
         self.numerics = Numerics(precision)
         self._tables: dict[bool, RopeTable] = {
             compressed: rope_table(config, compressed=compressed) for compressed in (False, True)
@@ -74,9 +82,22 @@ class Transformer:
         context = self._context(batch, storage)
         embedded_TD = functional.embedding(token_T, weights.embed)
         streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
+        # Not with a cache: a second pass would write it again.
+        recompute = self._recompute and storage is None and torch.is_grad_enabled()
         for layer, block in enumerate(weights.blocks):
-            router = None if routing is None else partial(routing.route, layer)
-            streams_TMD = self._block(block, streams_TMD, token_T, layer, context, router)
+            arguments = (
+                block,
+                streams_TMD,
+                token_T,
+                layer,
+                context,
+                None if routing is None else routing.router(layer),
+            )
+            if recompute:
+                # Nothing in a layer draws random numbers.
+                streams_TMD = checkpoint(self._block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                streams_TMD = self._block(*arguments)
         return streams_TMD
 
     def hidden(self, weights: ModelWeights, streams_TMD: Tensor) -> Tensor:
