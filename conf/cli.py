@@ -17,7 +17,7 @@ from rollforward.conf.execute import execute
 from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of
 from rollforward.conf.load import compose_data, config_groups, set_library_environment, to_yaml
 from rollforward.conf.recipe import load_recipe, recipe_names
-from rollforward.conf.resume import recorded_jobs
+from rollforward.conf.resume import moved, recorded_jobs
 from rollforward.conf.schema import Field, element_fields, has_parts, nearest, schema_fields, value_at
 
 __all__ = ["VERBS", "Job", "Verb", "execute", "main", "plan_jobs"]
@@ -68,7 +68,7 @@ def _dispatch(arguments: list[str]) -> int:
 
         return submit(rest)
     settings, print_only = _options(rest)
-    jobs = recorded_jobs(_the_run_dir(settings)) if verb == "resume" else plan_jobs(verb, settings)
+    jobs = _resumed(settings) if verb == "resume" else plan_jobs(verb, settings)
     if print_only:
         texts = [to_yaml(job.config) for job in jobs]
         heads = [f"# {job.name} (rollforward {job.verb})\n" for job in jobs] if len(jobs) > 1 else [""]
@@ -77,15 +77,16 @@ def _dispatch(arguments: list[str]) -> int:
     return execute(jobs)
 
 
-def _the_run_dir(words: Sequence[str]) -> Path:
-    """The only word after `resume`."""
-    if len(words) != 1:
+def _resumed(words: Sequence[str]) -> list[Job]:
+    """The runs of the directory after `resume`, which work where the settings behind it say."""
+    directory, *overrides = words or [""]
+    if not directory or any("=" not in word for word in overrides):
         given = " ".join(words) or "nothing"
         raise UsageError(
             f"resume is followed by {given}; it takes one directory, what run_dir named or a run in it, and goes on"
-            " with exactly the settings that lie there."
+            " with the settings that lie there. Only where it works may be said anew: cluster.learner_ranks=2."
         )
-    return Path(words[0].removeprefix("run_dir=")).resolve()
+    return moved(recorded_jobs(Path(directory.removeprefix("run_dir=")).resolve()), overrides)
 
 
 def _options(arguments: list[str]) -> tuple[list[str], bool]:
@@ -106,7 +107,11 @@ def _options(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 _OTHERS: dict[str, str] = {
-    "resume": """rollforward resume RUN_DIR [--cfg job]: go on with an interrupted run, with exactly its settings
+    "resume": """rollforward resume RUN_DIR [cluster.KEY=VALUE ...] [--cfg job]: go on with an interrupted run
+
+It goes on with exactly its settings; only where it works may change: cluster.address, cluster.num_cpus,
+cluster.learner_ranks, and optim.zero_size and optim.max_padding of hybrid_muon. NAME.cluster.KEY is for one run of a
+recipe. The weights at the end are the same.
 
 RUN_DIR is what run_dir named, a recipe's directory too; runs that are finished are kept, the rest is done in order.
 A run's own directory inside a recipe's goes on up to that run. --cfg job prints the settings and does nothing.""",

@@ -36,6 +36,7 @@ __all__ = [
     "is_ray_job_with_files",
     "library_environment",
     "load_config",
+    "plain_settings",
     "read_yaml",
     "set_api_address",
     "set_library_environment",
@@ -211,6 +212,20 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             raise ConfigError(f"{text!r}: Hydra's own settings have no effect here. Leave it out.")
         parsed.append(override)
     return parsed
+
+
+def plain_settings(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """(dotted key, value) of overrides that set single values; nothing is composed.
+
+    Raises:
+        ConfigError: no override, or one that takes a key away.
+    """
+    settings: list[tuple[str, Any]] = []
+    for override in _parse(overrides):
+        if override.type is OverrideType.DEL or override.package is not None:
+            raise ConfigError(f"{override.input_line!r} sets no value; write key=value.")
+        settings.append((override.key_or_group, override.value()))
+    return settings
 
 
 def _as_hydra(override: Override, groups: Mapping[str, tuple[str, ...]], schema: type[msgspec.Struct] | None) -> str:

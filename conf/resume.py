@@ -1,4 +1,5 @@
-"""What a command asked for, written into its run_dir, so that `rollforward resume RUN_DIR` needs no other word.
+"""What a command asked for, written into its run_dir, so that `rollforward resume RUN_DIR` needs no other word. Where
+the work is done may be said anew: `cluster.learner_ranks=2`.
 
     runs.json   where the command was typed, and every run of it: name, verb, folder, all settings; written before the
                 first begins
@@ -13,11 +14,12 @@ from typing import Any
 
 import msgspec
 
-from rollforward.conf.errors import ConfigError, RunDirError
+from rollforward.conf.errors import ConfigError, RunDirError, UsageError
 from rollforward.conf.jobs import VERBS, Job, schema_of
-from rollforward.conf.load import decode, is_ray_job_with_files, write_resolved
+from rollforward.conf.load import decode, is_ray_job_with_files, plain_settings, write_resolved
+from rollforward.conf.schema import movable_keys
 
-__all__ = ["RUNS_NAME", "record_jobs", "recorded_jobs"]
+__all__ = ["RUNS_NAME", "moved", "record_jobs", "recorded_jobs"]
 
 RUNS_NAME = "runs.json"
 """The file."""
@@ -48,7 +50,8 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def record_jobs(jobs: Sequence[Job]) -> None:
     """Writes the runs into the directory that they share; jobs without a run_dir are left out.
 
-    A record of which they are only the beginning keeps its runs: it is of a longer command in the same run_dir.
+    A record of which they are only the beginning, but for where they work, keeps its other runs: it is of a longer
+    command in the same run_dir.
 
     Raises:
         RunDirError: the directory cannot be made or written.
@@ -70,14 +73,69 @@ def record_jobs(jobs: Sequence[Job]) -> None:
     directory = None if kept[0][0].directory is None else str(kept[0][0].directory)
     record = _Record(runs=runs, directory=directory, then=jobs[-1].then)
     with contextlib.suppress(RunDirError):  # damaged, and written anew
-        if path.exists() and (before := _read(path)).runs[: len(runs)] == runs:
-            record = msgspec.structs.replace(before, directory=directory or before.directory)
+        if path.exists() and _is_beginning([job for job, _, _ in kept], runs, (before := _read(path)).runs):
+            record = msgspec.structs.replace(
+                before, runs=runs + before.runs[len(runs) :], directory=directory or before.directory
+            )
             if record == before:
                 return
     try:
         write_resolved(record, path)
     except OSError as error:
         raise RunDirError(f"run_dir={base} cannot be written: {error}. Choose another run_dir.") from error
+
+
+def _is_beginning(jobs: Sequence[Job], runs: tuple[_Run, ...], before: tuple[_Run, ...]) -> bool:
+    """Whether recorded runs begin with these, wherever they work."""
+    return len(runs) <= len(before) and all(
+        _placeless(job, run) == _placeless(job, old) for job, run, old in zip(jobs, runs, before, strict=False)
+    )
+
+
+def _placeless(job: Job, run: _Run) -> _Run:
+    """The run without the settings that say where it works."""
+    config = run.config
+    for key in movable_keys(job.config):
+        config = _with(config, key.split("."), None)
+    return msgspec.structs.replace(run, config=config)
+
+
+def _with(config: Any, path: Sequence[str], value: object) -> Any:
+    """A copy of nested mappings with another value at the path; what is no mapping there is left."""
+    if not isinstance(config, dict):
+        return config
+    inner = value if len(path) == 1 else _with(config.get(path[0]), path[1:], value)
+    return {**config, path[0]: inner}
+
+
+def moved(jobs: Sequence[Job], overrides: Sequence[str]) -> list[Job]:
+    """The jobs with other settings of where they work.
+
+    Args:
+        jobs: recorded ones.
+        overrides: `cluster.learner_ranks=2` for every run that has the key, `NAME.cluster.learner_ranks=2` for one.
+
+    Raises:
+        UsageError: the setting says what a run computes, or no run has it.
+        ConfigError: the value is none.
+    """
+    configs = {job.name: job.config for job in jobs}
+    for key, value in plain_settings(overrides):
+        head, _, rest = key.partition(".")
+        names = [head] if head in configs else list(configs)
+        path = rest if head in (*configs, "all") else key
+        having = [name for name in names if path in movable_keys(configs[name])]
+        if not having:
+            keys = dict.fromkeys(path for name in names for path in movable_keys(configs[name]))
+            raise UsageError(
+                f"{key}={value}: a run goes on with the settings that it was begun with, and only where it works may"
+                f" change: {', '.join(keys) or 'nothing of these runs'}. Leave it out, or begin another run with"
+                " another run_dir."
+            )
+        for name in having:
+            data = _with(msgspec.to_builtins(configs[name]), path.split("."), value)
+            configs[name] = decode(type(configs[name]), data)
+    return [job._replace(config=configs[job.name]) for job in jobs]
 
 
 def recorded_jobs(run_dir: Path) -> list[Job]:

@@ -1,6 +1,6 @@
 """A run directory as the command line sees it: who works in it, which settings it was begun with, whether it is done.
 
-    config.json      every setting; written before the work
+    config.json      every setting that it works with now; written before the work
     finished.json    name, verb and seconds; written after it
     lock             held with flock by the process that works here; the kernel frees it, whatever ends that process
 
@@ -17,7 +17,9 @@ from typing import cast
 
 import msgspec
 
+from rollforward.conf.console import say
 from rollforward.conf.errors import RunDirError
+from rollforward.conf.schema import movable_keys
 
 __all__ = ["CONFIG_NAME", "FINISHED_NAME", "LOCK_NAME", "check_settings", "finish", "held", "is_finished"]
 
@@ -31,7 +33,7 @@ LOCK_NAME = "lock"
 """The locked file; its presence alone means nothing."""
 
 _TRACES = (FINISHED_NAME, "metrics.jsonl", "checkpoints", "weights", "wal", "model", "init")
-"""What a run leaves behind that has begun its work; from then on its settings are fixed."""
+"""What a run leaves behind that has begun its work; from then on its settings are fixed, but for where it works."""
 
 
 @contextlib.contextmanager
@@ -63,7 +65,8 @@ def check_settings(run_dir: Path, config: msgspec.Struct) -> None:
     """Refuses a directory that holds another run, or one whose settings are lost.
 
     An absent directory is fine, and so is one of a run that ended at a mistake before its work began: the mistake is
-    to be corrected.
+    to be corrected. Where a run works may change (`movable_keys`): a cluster comes back with another size. It is said
+    in a line, unless the run is finished.
 
     Raises:
         RunDirError: it does, with the keys that differ.
@@ -82,14 +85,16 @@ def check_settings(run_dir: Path, config: msgspec.Struct) -> None:
     except (OSError, ValueError) as error:
         raise RunDirError(f"{path} cannot be read: {error}. Put it back, or choose another run_dir.") from error
     now = _flat(msgspec.to_builtins(config))
-    if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-        shown = ", ".join(
-            f"{key} (was {before.get(key, 'absent')}, now {now.get(key, 'absent')})" for key in changed[:5]
-        )
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    texts = {key: f"{key} (was {before.get(key, 'absent')}, now {now.get(key, 'absent')})" for key in changed}
+    movable = set(movable_keys(config))
+    if fixed := [texts[key] for key in changed if key not in movable]:
         raise RunDirError(
-            f"{run_dir} holds a run with other settings: {shown}. A run goes on only as it was begun: "
+            f"{run_dir} holds a run with other settings: {', '.join(fixed[:5])}. A run goes on only as it was begun: "
             "choose another run_dir, or repeat its settings."
         )
+    if texts and not is_finished(run_dir):
+        say(f"{run_dir} goes on elsewhere: {', '.join(texts.values())}")
 
 
 def is_finished(run_dir: Path) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "element_fields",
     "field_docs",
     "has_parts",
+    "movable_keys",
     "nearest",
     "schema_fields",
     "type_text",
@@ -146,6 +147,17 @@ def field_docs(schema: type[msgspec.Struct]) -> dict[str, str]:
                 case _:
                     pass
     return docs
+
+
+def movable_keys(config: msgspec.Struct, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a configuration that say where its run works, not what it computes: a class names its own in a
+    ClassVar `may_change`. They may differ when a run directory goes on."""
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if isinstance(value, msgspec.Struct):
+            yield from movable_keys(value, f"{prefix}{name}.")
+        elif name in getattr(config, "may_change", ()):
+            yield prefix + name
 
 
 def element_fields(schema: type[msgspec.Struct]) -> Iterator[Field]:

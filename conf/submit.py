@@ -150,8 +150,11 @@ def _check_command(asked: Submission) -> None:
         )
     verb, *overrides = asked.words
     if verb == "resume":
-        if run_dir is None or len(overrides) != 1:
-            raise UsageError("submit resume takes one directory, what run_dir named, and no settings.")
+        if run_dir is None or any("=" not in word for word in overrides[1:]):
+            raise UsageError(
+                "submit resume takes one directory, what run_dir named, and settings of where it works:"
+                " cluster.learner_ranks=2."
+            )
         return
     recipe = last_value(overrides, "recipe") or ""
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute() and asked.working_dir is None:

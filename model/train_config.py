@@ -1,7 +1,7 @@
 """Schema of training: the optimizer, load balancing of experts, and the number formats of the forward. Read by
 `model/trainer.py` and `model/numerics.py`; assembled in the roots of `rl/config.py`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -57,8 +57,11 @@ class AdamW(_Optimizer, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 class HybridMuon(
     _Optimizer, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="hybrid_muon"
 ):
-    """DeepSeek-V4's optimizer: Muon for the matrices that `rollforward plan` lists, AdamW for embedding, head, norms and
-    other vectors (`model/matrices.py`)."""
+    """DeepSeek-V4's optimizer: Muon for the matrices that `rollforward plan` lists, AdamW for embedding, head, norms
+    and other vectors (`model/matrices.py`)."""
+
+    may_change: ClassVar[frozenset[str]] = frozenset({"zero_size", "max_padding"})
+    """Fields that may differ when a run directory goes on: they say which rank computes what, never what."""
 
     momentum: Beta = 0.95
     """Decay of Muon's momentum: M <- momentum M + G; Nesterov's momentum M + G is orthogonalised."""
@@ -71,8 +74,8 @@ class HybridMuon(
     """Round every micro-batch's gradient of the routed experts to BF16 before it goes to the rank that sums it in FP32:
     half the traffic, no bias. Keyed by step, micro-batch, matrix and element."""
     zero_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Ranks that share the dense matrices; further groups of as many ranks hold the same and update redundantly. A power
-    of two that divides `cluster.learner_ranks`. null: all ranks."""
+    """Ranks that share the dense matrices; further groups of as many ranks hold the same and update redundantly. A
+    power of two that divides `cluster.learner_ranks`. null: all ranks."""
     max_padding: NonNegative = 0.1
     """Most padding in the ranks' equal buckets, over real elements; more is refused."""
     split: MuonSplit = MuonSplit()
@@ -84,8 +87,8 @@ OptimConfig = AdamW | HybridMuon
 
 
 class BalanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps the experts of score-routed layers equally busy (`model/balance.py`). Off by default: in RL the routes of the
-    rollout are replayed."""
+    """Keeps the experts of score-routed layers equally busy (`model/balance.py`). Off by default: in RL the routes of
+    the rollout are replayed."""
 
     bias_update_speed: NonNegative = 0.0
     """After a step, the selection bias of an expert with less than the mean load rises by this, of one with more it

@@ -5,7 +5,7 @@ Schemas of parts live beside what they configure (`rollout/config.py`, `model/tr
 and are assembled only here. No torch and no ray: a wrong key must cost milliseconds. YAML and Hydra are in `conf/`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -46,6 +46,9 @@ class CheckpointModel(
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where Ray works, and what it may use there."""
 
+    may_change: ClassVar[frozenset[str]] = frozenset({"address", "num_cpus", "learner_ranks"})
+    """Fields that may differ when a run directory goes on: nothing that is computed depends on them."""
+
     address: str | None = None
     """A running cluster, as `ray.init` takes it ("auto", "HEAD:6379"). null is the cluster of the Ray job that this
     process is the driver of, and otherwise a local one, which is started and ends with the run."""
@@ -54,7 +57,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     learner_ranks: PositiveInt = 1
     """Data-parallel ranks of the learner, one process each; they share the micro-batches of a step. A power of two."""
     learner_threads: PositiveInt = 2
-    """CPU threads of a rank; it computes while the engines wait."""
+    """CPU threads of a rank; it computes while the engines wait. A run keeps them: torch divides the sum of a large
+    tensor by threads, and its last bit with it."""
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,8 +258,8 @@ def _check_ranks(learner_ranks: int, optim: OptimConfig) -> None:
     zero_size = optim.zero_size if isinstance(optim, HybridMuon) else None
     if zero_size is not None and (zero_size & (zero_size - 1) or learner_ranks % zero_size):
         raise ValueError(
-            f"optim.zero_size is {zero_size}; it must be a power of two that divides the learner's {learner_ranks} ranks."
-            f" Set optim.zero_size={learner_ranks}, or leave it out"
+            f"optim.zero_size is {zero_size}; it must be a power of two that divides the learner's {learner_ranks}"
+            f" ranks. Set optim.zero_size={learner_ranks}, or leave it out"
         )
 
 

@@ -182,7 +182,7 @@ def test_addresses() -> None:
         (["train"], ["Start from a recipe: rollforward train recipe=tiny"]),
         (["resum"], ["Did you mean resume?"]),
         (["resume"], ["resume is followed by nothing; it takes one directory"]),
-        (["resume", "out", "steps=3"], ["resume is followed by out steps=3", "exactly the settings"]),
+        (["resume", "out", "more"], ["resume is followed by out more", "where it works may be said anew"]),
         (["resume", "/nowhere"], ["/nowhere is no directory"]),
     ],
 )

@@ -1,14 +1,16 @@
-"""Proves: `resume DIR` does what is left of a command, with its settings and no others; what it cannot use it names.
+"""Proves: `resume DIR` does what is left of a command, with its settings and no others but where it works; what it
+cannot use it names.
 
 The verbs' work is played by a module made here.
 """
 
 import json
+import re
 import shutil
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -19,11 +21,22 @@ from rollforward.conf.resume import RUNS_NAME, recorded_jobs
 from rollforward.conf.run_dir import held
 
 
+class FakeCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    may_change: ClassVar[frozenset[str]] = frozenset({"ranks", "address"})
+    ranks: int = 1
+    address: str | None = None
+    threads: int = 1
+
+
 class FakeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_dir: str
     model_dir: str = "none"
     steps: int = 1
     sizes: tuple[int, ...] = (1, 2)
+
+
+class PlacedRun(FakeRun, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    cluster: FakeCluster = FakeCluster()
 
 
 class Work:
@@ -36,7 +49,8 @@ class Work:
 
     def main(self, config: FakeRun) -> int:
         name = Path(config.run_dir).name
-        self.made.append(f"{name} {config.steps}")
+        ranks = f" on {config.cluster.ranks}" if isinstance(config, PlacedRun) and config.cluster.ranks > 1 else ""
+        self.made.append(f"{name} {config.steps}{ranks}")
         self.directories.add(Path.cwd())
         (Path(config.run_dir) / "metrics.jsonl").write_text("")
         if name == self.stops_at:
@@ -48,10 +62,11 @@ class Work:
 def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Work:
     made = Work()
     module: Any = types.ModuleType("fake_work")
-    module.main, module.FakeRun = made.main, FakeRun
+    module.main, module.FakeRun, module.PlacedRun = made.main, FakeRun, PlacedRun
     monkeypatch.setitem(sys.modules, "fake_work", module)
     for verb in ("sft", "train", "eval"):
-        monkeypatch.setitem(cli.VERBS, verb, cli.Verb("fake_work", "fake_work:FakeRun", "fake"))
+        schema = "FakeRun" if verb == "sft" else "PlacedRun"
+        monkeypatch.setitem(cli.VERBS, verb, cli.Verb("fake_work", f"fake_work:{schema}", "fake"))
     load = jobs.load_config
     monkeypatch.setattr(jobs, "load_config", lambda schema, root, *a, **k: load(schema, "sft", *a, **k))
     monkeypatch.chdir(tmp_path)
@@ -230,3 +245,66 @@ def test_a_record_that_was_changed_by_hand_does_not_change_a_run(work: Work, tmp
     with pytest.raises(RunDirError, match=r"steps \(was 7, now 8\)"):
         cli.execute(recorded_jobs(tmp_path / "out"))
     assert work.made == []
+
+
+def _recorded_ranks(base: Path) -> list[object]:
+    runs = json.loads((base / RUNS_NAME).read_text())["runs"]
+    return [run["config"]["cluster"]["ranks"] for run in runs if "cluster" in run["config"]]
+
+
+def test_another_cluster_goes_on_with_the_run(work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without prefix for every run that has the key, with a name for one; what was said stays said."""
+    _interrupted(work, "grpo", verb="eval")
+    work.stops_at = "grpo"
+    assert cli.main(["resume", "out", "cluster.ranks=2"]) == 130
+    told = [line for line in capsys.readouterr().err.splitlines() if "elsewhere" in line]
+    assert told == [f"{Path('out/grpo').resolve()} goes on elsewhere: cluster.ranks (was 1, now 2)"]
+    assert json.loads(Path("out/grpo/config.json").read_text())["cluster"]["ranks"] == 2
+    work.stops_at = ""
+    assert cli.main(["resume", "out", "grpo.cluster.ranks=4", "grpo.cluster.address=head"]) == 0
+    assert work.made == ["grpo 7 on 2", "grpo 7 on 4", "heldout 1 on 2"]
+    assert _recorded_ranks(Path("out")) == [4, 2]
+    config = json.loads(Path("out/grpo/config.json").read_text())
+    assert config["cluster"] == {"ranks": 4, "address": "head", "threads": 1}
+
+
+def test_the_same_command_with_another_cluster_goes_on_too(work: Work) -> None:
+    _interrupted(work, "grpo", verb="eval")
+    assert cli.main(["train", "recipe=three.yaml", "run_dir=out", "cluster.ranks=2"]) == 0
+    assert work.made == ["grpo 7 on 2"]
+    assert _recorded_ranks(Path("out")) == [2, 1], "the longer command's last run is kept"
+
+
+def test_one_run_of_a_recipe_on_another_cluster_keeps_the_record_of_the_rest(work: Work) -> None:
+    _interrupted(work, "grpo", verb="eval")
+    assert cli.main(["resume", "out/grpo", "all.cluster.ranks=2"]) == 0
+    assert cli.main(["resume", "out"]) == 0
+    assert work.made == ["grpo 7 on 2", "heldout 1"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (
+            "steps=9",
+            r"steps=9: a run goes on with the settings that it was begun with.*: cluster.ranks, cluster.address",
+        ),
+        ("grpo.steps=9", "grpo.steps=9: a run goes on"),
+        ("cluster.threads=2", "cluster.threads=2: a run goes on"),
+        ("cluster={ranks: 2}", "cluster={'ranks': 2}: a run goes on"),
+        ("warmup.cluster.ranks=2", "may change: nothing of these runs"),
+        ("run_dir=elsewhere", "run_dir=elsewhere: a run goes on"),
+        ("cluster.ranks=two", 'cluster.ranks is "two"; expected int'),
+        ("~cluster.ranks=2", "sets no value"),
+        ("cluster.ranks=1,2", "names several values"),
+    ],
+)
+def test_only_where_a_run_works_may_be_said_anew(
+    work: Work, setting: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _interrupted(work, "grpo")
+    before = Path("out/runs.json").read_bytes()
+    assert cli.main(["resume", "out", setting]) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert work.made == []
+    assert Path("out/runs.json").read_bytes() == before

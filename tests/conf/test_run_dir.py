@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -12,10 +13,21 @@ import pytest
 from rollforward.conf.errors import RunDirError
 from rollforward.conf.load import write_resolved
 from rollforward.conf.run_dir import CONFIG_NAME, FINISHED_NAME, check_settings, finish, held, is_finished
+from rollforward.conf.schema import movable_keys
+from rollforward.model.train_config import AdamW
+from rollforward.rl.config import RLRun
+
+
+class Place(msgspec.Struct, frozen=True):
+    may_change: ClassVar[frozenset[str]] = frozenset({"ranks", "address"})
+    ranks: int = 1
+    address: str | None = None
+    threads: int = 1
 
 
 class Settings(msgspec.Struct, frozen=True):
     steps: int = 1
+    place: Place = Place()
 
 
 def test_one_process_at_a_time_and_a_killed_one_frees_it(tmp_path: Path) -> None:
@@ -65,6 +77,47 @@ def test_settings_are_fixed_when_the_work_begins(tmp_path: Path) -> None:
     (tmp_path / "wal").mkdir()
     with pytest.raises(RunDirError, match=r"steps \(was 1, now 2\)"):
         check_settings(tmp_path, Settings(steps=2))
+
+
+def test_where_a_run_works_may_change_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_resolved(Settings(), tmp_path / CONFIG_NAME)
+    (tmp_path / "checkpoints").mkdir()
+    check_settings(tmp_path, Settings())
+    assert capsys.readouterr().err == ""
+    elsewhere = Place(ranks=2, address="head:1")
+    check_settings(tmp_path, Settings(place=elsewhere))
+    assert capsys.readouterr().err.endswith(
+        'goes on elsewhere: place.address (was null, now "head:1"), place.ranks (was 1, now 2)\n'
+    )
+    for other in (Settings(place=Place(ranks=2, threads=2)), Settings(steps=2, place=elsewhere)):
+        with pytest.raises(RunDirError) as raised:
+            check_settings(tmp_path, other)
+        assert "ranks" not in str(raised.value), "only what hinders is named"
+    finish(tmp_path, name="a", verb="sft", seconds=1)
+    capsys.readouterr()
+    check_settings(tmp_path, Settings(place=elsewhere))
+    assert capsys.readouterr().err == "", "a finished run does not go on"
+
+
+def test_what_may_change_of_the_real_runs() -> None:
+    """Bits depend on threads: torch divides long sums by them. They do not depend on ranks."""
+    run = msgspec.convert(
+        {
+            "run_dir": "a",
+            "model_dir": "b",
+            "tasks": [{"type": "reasoning_gym", "name": "sums", "dataset": "chain_sum"}],
+            "algo": {"type": "grpo", "group_size": 2},
+            "optim": {"type": "hybrid_muon", "lr": 1.0},
+            "sampling": {"max_new_tokens": 8},
+            "steps": 1,
+            "prompts_per_step": 1,
+            "micro_batch_tokens": 1024,
+        },
+        RLRun,
+    )
+    cluster = ["cluster.address", "cluster.learner_ranks", "cluster.num_cpus"]
+    assert sorted(movable_keys(run)) == [*cluster, "optim.max_padding", "optim.zero_size"]
+    assert sorted(movable_keys(msgspec.structs.replace(run, optim=AdamW(lr=1.0)))) == cluster
 
 
 def test_a_directory_with_other_things_may_become_a_run(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_mistakes_in_the_words(words: list[str], error: type[Exception], message
         (["train", "recipe=mine.yaml", "run_dir=/a"], "Set working_dir=DIR"),
         (["train", "recipe=tiny", "run_dir=/a", "working_dir=/nowhere"], "working_dir=/nowhere is no directory"),
         (["resume", "runs/a"], "run_dir is runs/a"),
-        (["resume", "/a", "steps=3"], "and no settings"),
+        (["resume", "/a", "b"], "and settings of where it works"),
         (["resume"], "takes one directory"),
     ],
 )
