@@ -25,8 +25,8 @@ def execute(jobs: Sequence[Job]) -> int:
         RunDirError: a run_dir holds a run with other settings, is in use by another process, or cannot be written.
     """
     for job in jobs:
-        if job.run_dir is not None:
-            check_settings(job.run_dir, job.config)
+        if job.run_dir is not None and (moved := check_settings(job.run_dir, job.config)) is not None:
+            console.say(moved)
     for index, job in enumerate(jobs):
         place = f"{index + 1} of {len(jobs)}: {job.name}"
         with contextlib.nullcontext() if job.run_dir is None else held(job.run_dir):

@@ -17,7 +17,6 @@ from typing import cast
 
 import msgspec
 
-from rollforward.conf.console import say
 from rollforward.conf.errors import RunDirError
 from rollforward.conf.schema import movable_keys
 
@@ -61,19 +60,21 @@ def held(run_dir: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def check_settings(run_dir: Path, config: msgspec.Struct) -> None:
+def check_settings(run_dir: Path, config: msgspec.Struct) -> str | None:
     """Refuses a directory that holds another run, or one whose settings are lost.
 
     An absent directory is fine, and so is one of a run that ended at a mistake before its work began: the mistake is
-    to be corrected. Where a run works may change (`movable_keys`): a cluster comes back with another size. It is said
-    in a line, unless the run is finished.
+    to be corrected. Where a run works may change (`movable_keys`): a cluster comes back with another size.
+
+    Returns:
+        That in a line, unless the run is finished; None where nothing changed.
 
     Raises:
         RunDirError: it does, with the keys that differ.
     """
     traces = [name for name in _TRACES if (run_dir / name).exists()]
     if not traces:
-        return
+        return None
     path = run_dir / CONFIG_NAME
     try:
         before = _flat(json.loads(path.read_text(encoding="utf-8")))
@@ -93,8 +94,7 @@ def check_settings(run_dir: Path, config: msgspec.Struct) -> None:
             f"{run_dir} holds a run with other settings: {', '.join(fixed[:5])}. A run goes on only as it was begun: "
             "choose another run_dir, or repeat its settings."
         )
-    if texts and not is_finished(run_dir):
-        say(f"{run_dir} goes on elsewhere: {', '.join(texts.values())}")
+    return f"{run_dir} goes on elsewhere: {', '.join(texts.values())}" if texts and not is_finished(run_dir) else None
 
 
 def is_finished(run_dir: Path) -> bool:

@@ -25,7 +25,7 @@ CONF: dict[str, tuple[str, ...]] = {
     "conf/console.py": (),
     "conf/schema.py": (),
     "conf/load.py": ("conf.errors", "conf.schema"),
-    "conf/run_dir.py": ("conf.errors",),
+    "conf/run_dir.py": ("conf.errors", "conf.schema"),
     "conf/recipe.py": ("conf.errors", "conf.schema", "conf.load"),
 }
 # library -> files that may import it.

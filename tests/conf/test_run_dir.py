@@ -79,24 +79,20 @@ def test_settings_are_fixed_when_the_work_begins(tmp_path: Path) -> None:
         check_settings(tmp_path, Settings(steps=2))
 
 
-def test_where_a_run_works_may_change_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_a_run_works_may_change_and_is_said(tmp_path: Path) -> None:
     write_resolved(Settings(), tmp_path / CONFIG_NAME)
     (tmp_path / "checkpoints").mkdir()
-    check_settings(tmp_path, Settings())
-    assert capsys.readouterr().err == ""
+    assert check_settings(tmp_path, Settings()) is None
     elsewhere = Place(ranks=2, address="head:1")
-    check_settings(tmp_path, Settings(place=elsewhere))
-    assert capsys.readouterr().err.endswith(
-        'goes on elsewhere: place.address (was null, now "head:1"), place.ranks (was 1, now 2)\n'
-    )
+    told = check_settings(tmp_path, Settings(place=elsewhere))
+    changes = 'place.address (was null, now "head:1"), place.ranks (was 1, now 2)'
+    assert told == f"{tmp_path} goes on elsewhere: {changes}"
     for other in (Settings(place=Place(ranks=2, threads=2)), Settings(steps=2, place=elsewhere)):
         with pytest.raises(RunDirError) as raised:
             check_settings(tmp_path, other)
         assert "ranks" not in str(raised.value), "only what hinders is named"
     finish(tmp_path, name="a", verb="sft", seconds=1)
-    capsys.readouterr()
-    check_settings(tmp_path, Settings(place=elsewhere))
-    assert capsys.readouterr().err == "", "a finished run does not go on"
+    assert check_settings(tmp_path, Settings(place=elsewhere)) is None, "a finished run does not go on"
 
 
 def test_what_may_change_of_the_real_runs() -> None:
