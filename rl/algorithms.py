@@ -10,8 +10,6 @@ from typing import Annotated, Literal
 import msgspec
 
 Normalisation = Literal["trajectory_mean", "token_mean", "constant"]
-"""Weight of a token in the step: equal trajectories (each the mean of its tokens), equal tokens, or 1 over (trained
-trajectories x sampling.max_new_tokens), which knows neither length."""
 
 Truncation = Literal["keep", "mask"]
 """A completion that ran out of tokens or turns is trained like others, or counts in the baseline and is not trained."""
@@ -40,7 +38,8 @@ class PolicyGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     advantage_std: bool = False
     """Divide advantages by the group's standard deviation, as the original GRPO does."""
     normalisation: Normalisation = "trajectory_mean"
-    """Weight of a token in the step."""
+    """Weight of a token in the step: `trajectory_mean` makes trajectories equal (each is the mean of its tokens),
+    `token_mean` tokens; `constant` is 1 / (trained trajectories x sampling.max_new_tokens), which knows no length."""
     truncation: Truncation = "keep"
     """What completions that ran out of budget do, be it tokens (`max_new_tokens`) or turns (`max_turns`): `keep` trains
     them like others, `mask` counts them in the baseline alone."""
@@ -59,56 +58,46 @@ class PolicyGradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
 
-class GRPO(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grpo"):
-    """DeepSeek's GRPO (`rl/losses/grpo.py`); the defaults are DeepSeek-V3.2's where it states them."""
+class ClippedRatio(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What algorithms have whose ratio loses its gradient beyond two bounds."""
 
     clip_eps_low: ClipLow = 0.2
     """The ratio is clipped below at 1 minus this."""
     clip_eps_high: ClipHigh = 0.2
     """The ratio is clipped above at 1 plus this. Larger than the lower one is DAPO's clip-higher (0.28)."""
+
+
+class GRPO(ClippedRatio, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grpo"):
+    """DeepSeek's GRPO (`rl/losses/grpo.py`); the defaults are DeepSeek-V3.2's where it states them."""
+
     kl_beta: NonNegativeFloat = 0.001
-    """Weight of the unbiased KL to the model that the run starts from. 0 leaves the reference out."""
     opsm_delta: Annotated[float, msgspec.Meta(gt=0.0)] | None = 0.1
     """Nats per token beyond which a sequence of negative advantage is off-policy and loses its policy term; DeepSeek
     states no value. null switches the mask off."""
 
 
-class DAPO(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="dapo"):
+class DAPO(ClippedRatio, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="dapo"):
     """DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, mean over tokens, no KL. Its soft punishment of long
     answers is `length_penalty` of a task, its overlong filter `truncation: mask`."""
 
-    clip_eps_low: ClipLow = 0.2
-    """The ratio is clipped below at 1 minus this."""
     clip_eps_high: ClipHigh = 0.28
-    """The ratio is clipped above at 1 plus this."""
     advantage_std: bool = True
-    """Divide advantages by the group's standard deviation."""
     normalisation: Normalisation = "token_mean"
-    """Weight of a token in the step."""
     dynamic_sampling: DynamicSampling | None = DynamicSampling()
-    """Draw further prompts in place of groups whose rewards are all equal; null trains on what was drawn."""
 
 
-class DrGRPO(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="dr_grpo"):
+class DrGRPO(ClippedRatio, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="dr_grpo"):
     """Dr.GRPO (arXiv 2503.20783): no division by a length or a deviation."""
 
-    clip_eps_low: ClipLow = 0.2
-    """The ratio is clipped below at 1 minus this."""
-    clip_eps_high: ClipHigh = 0.2
-    """The ratio is clipped above at 1 plus this."""
     normalisation: Normalisation = "constant"
-    """Weight of a token in the step."""
 
 
-class GSPO(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="gspo"):
+class GSPO(ClippedRatio, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="gspo"):
     """GSPO (arXiv 2507.18071): one ratio for a whole sequence, the geometric mean of its tokens', clipped closely."""
 
     clip_eps_low: ClipLow = 3e-4
-    """The sequence ratio is clipped below at 1 minus this."""
     clip_eps_high: ClipHigh = 4e-4
-    """The sequence ratio is clipped above at 1 plus this."""
     advantage_std: bool = True
-    """Divide advantages by the group's standard deviation."""
 
 
 class CISPO(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="cispo"):
@@ -119,19 +108,16 @@ class CISPO(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     clip_eps_high: ClipHigh = 0.28
     """The weight is at most 1 plus this."""
     advantage_std: bool = True
-    """Divide advantages by the group's standard deviation."""
     normalisation: Normalisation = "token_mean"
-    """Weight of a token in the step."""
 
 
 class TIS(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tis"):
-    """Truncated importance sampling: the clipped surrogate against the trainer's own log-probs, times the detached and
-    truncated ratio of the trainer to the engine that drew the token."""
+    """Truncated importance sampling: the policy gradient times the detached and truncated ratio of the trainer to the
+    engine that drew the token.
 
-    clip_eps_low: ClipLow = 0.2
-    """The ratio to the trainer's own log-probs is clipped below at 1 minus this."""
-    clip_eps_high: ClipHigh = 0.2
-    """The ratio to the trainer's own log-probs is clipped above at 1 plus this."""
+    It has no clip bounds: a batch is trained once, so the trainer's own ratio, which they would bound, is exactly 1.
+    """
+
     cap: Annotated[float, msgspec.Meta(gt=0.0)] = 2.0
     """Largest weight."""
     level: Literal["token", "sequence"] = "token"
@@ -139,12 +125,9 @@ class TIS(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class IcePop(PolicyGradient, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="icepop"):
-    """IcePop: as TIS, but tokens whose ratio lies outside the bounds are dropped, not truncated."""
+    """IcePop (Ring-1T, arXiv 2510.18855): as TIS token by token, but a token whose ratio lies outside the bounds is
+    dropped, not truncated."""
 
-    clip_eps_low: ClipLow = 0.2
-    """The ratio to the trainer's own log-probs is clipped below at 1 minus this."""
-    clip_eps_high: ClipHigh = 0.2
-    """The ratio to the trainer's own log-probs is clipped above at 1 plus this."""
     ratio_min: Annotated[float, msgspec.Meta(gt=0.0, lt=1.0)] = 0.5
     """Smallest ratio of the trainer to the engine that a token may have."""
     ratio_max: Annotated[float, msgspec.Meta(gt=1.0)] = 5.0

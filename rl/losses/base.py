@@ -43,7 +43,7 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     trained_mask_T: Tensor
     """[T] bool. True where the target is trained; elsewhere every other tensor may hold anything."""
     token_weight_T: Tensor
-    """[T] float32. Share of the target in the step's loss; over the whole step they sum to 1."""
+    """[T] float32. Share of the target in the step's loss, made for the whole step in `rl/batch.py`."""
     trajectory_T: Tensor
     """[T] int64. Index in [0, N) of the trajectory that the target belongs to."""
     trajectory_tokens_N: Tensor
@@ -178,6 +178,12 @@ def shared_metrics(inputs: LossInputs) -> tuple[Metric, ...]:
     if inputs.entropy_T is not None:
         metrics.append(mean_metric("actor/entropy", inputs.entropy_T, tokens_T))
     return tuple(metrics)
+
+
+def loss_metric(name: str, values_T: Tensor, weights_T: Tensor) -> Metric:
+    """Return this call's part of sum_t w_t `values_T`: parts add up to what the step optimises, whatever the weights
+    sum to."""
+    return msgspec.structs.replace(mean_metric(name, values_T, weights_T, per="token_weight"), reduction="sum")
 
 
 def mean_metric(name: str, values_T: Tensor, weights_T: Tensor, *, per: str = "token") -> Metric:

@@ -3,19 +3,9 @@
 Advantages without division by the standard deviation and the weights of tokens come from `rl/batch.py`.
 """
 
-import torch
-
 from rollforward.rl.algorithms import GRPO
-from rollforward.rl.errors import LossInputError
-from rollforward.rl.losses.base import (
-    LossInputs,
-    LossOutput,
-    mean_metric,
-    shared_metrics,
-    sum_by_trajectory,
-    without_garbage,
-)
-from rollforward.rl.losses.terms import clipped_surrogate, off_policy_keep, unbiased_kl
+from rollforward.rl.losses.base import LossInputs, LossOutput, mean_metric, without_garbage
+from rollforward.rl.losses.terms import behavior_ratio, clipped_surrogate, off_policy_keep, policy_output
 
 
 def grpo_loss(algorithm: GRPO, inputs: LossInputs) -> LossOutput:
@@ -37,14 +27,8 @@ def grpo_loss(algorithm: GRPO, inputs: LossInputs) -> LossOutput:
     Source: DeepSeek-V3.2 section 3.1.
     """
     inputs = without_garbage(inputs)
-    weight_T = inputs.token_weight_T
-    ratio_T = torch.exp(inputs.policy_logprobs_T - inputs.behavior_logprobs_T)
-    pg_T, is_clipped_T = clipped_surrogate(
-        ratio_T,
-        inputs.advantages_T,
-        clip_eps_low=algorithm.clip_eps_low,
-        clip_eps_high=algorithm.clip_eps_high,
-    )
+    ratio_T = behavior_ratio(inputs)
+    pg_T, is_clipped_T = clipped_surrogate(ratio_T, inputs.advantages_T, algorithm)
     metrics = [mean_metric("actor/pg_clipfrac", is_clipped_T, inputs.trained_mask_T)]
     if algorithm.opsm_delta is not None:
         keep_T = off_policy_keep(inputs, algorithm.opsm_delta)[inputs.trajectory_T]
@@ -52,22 +36,4 @@ def grpo_loss(algorithm: GRPO, inputs: LossInputs) -> LossOutput:
         pg_T = pg_T * keep_T
         share_T = inputs.trained_mask_T.double() / inputs.trajectory_tokens_N.clamp(min=1)[inputs.trajectory_T]
         metrics.append(mean_metric("actor/opsm_frac", ~keep_T, share_T, per="trajectory"))
-    metrics.append(mean_metric("actor/pg_loss", pg_T, weight_T, per="token_weight"))
-    term_T = pg_T
-    if inputs.reference_logprobs_T is not None:
-        kl_T = unbiased_kl(ratio_T, inputs.policy_logprobs_T, inputs.reference_logprobs_T)
-        metrics.append(mean_metric("actor/kl_loss", kl_T, weight_T, per="token_weight"))
-        term_T = pg_T + algorithm.kl_beta * kl_T
-    elif algorithm.kl_beta != 0:
-        raise LossInputError(
-            f"algo.kl_beta is {algorithm.kl_beta} and there are no reference log-probs; the KL term needs them."
-            " Compute them in the step or set algo.kl_beta=0"
-        )
-    metrics.append(mean_metric("actor/loss", term_T, weight_T, per="token_weight"))
-    # float64, because advantages of a group cancel in the sum.
-    loss_T = (weight_T * term_T).double()
-    return LossOutput(
-        loss=loss_T.sum().to(term_T.dtype),
-        metrics=(*metrics, *shared_metrics(inputs)),
-        trajectory_loss_N=sum_by_trajectory(inputs, loss_T.detach()),
-    )
+    return policy_output(algorithm, inputs, pg_T, ratio_T=ratio_T, metrics=metrics)

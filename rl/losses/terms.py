@@ -1,19 +1,43 @@
-"""The terms that policy losses are made of: elementwise functions of clean tensors, and one decision per sequence.
+"""The terms that policy losses are made of: elementwise functions of clean tensors, what is decided per sequence, and
+`policy_output`, which adds the KL to an algorithm's policy term and sums.
 
 Inputs are those of `without_garbage`. How terms are combined is in each algorithm's own file.
 
 Letters: T packed tokens, N trajectories.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from rollforward.rl.losses.base import LossInputs, log_ratio_means, sum_by_trajectory
+from rollforward.model.metrics import Metric
+from rollforward.rl.algorithms import ClippedRatio, PolicyGradient
+from rollforward.rl.errors import LossInputError
+from rollforward.rl.losses.base import (
+    LossInputs,
+    LossOutput,
+    log_ratio_means,
+    loss_metric,
+    shared_metrics,
+    sum_by_trajectory,
+)
 
 
-def clipped_surrogate(
-    ratio_T: Tensor, advantages_T: Tensor, *, clip_eps_low: float, clip_eps_high: float
-) -> tuple[Tensor, Tensor]:
+def behavior_ratio(inputs: LossInputs) -> Tensor:
+    """Return [T] policy over behavior probability, with grad."""
+    return torch.exp(inputs.policy_logprobs_T - inputs.behavior_logprobs_T)
+
+
+def unit_ratio(inputs: LossInputs) -> Tensor:
+    """Return [T] 1 with the gradient of the log-prob: the policy over itself, detached.
+
+    It is the ratio to the trainer's own log-probs of a batch that is trained once. Not finite where the policy is not.
+    """
+    return torch.exp(inputs.policy_logprobs_T - inputs.policy_logprobs_T.detach())
+
+
+def clipped_surrogate(ratio_T: Tensor, advantages_T: Tensor, bounds: ClippedRatio) -> tuple[Tensor, Tensor]:
     """Return PPO's clipped objective as a loss, and where clipping took the gradient away.
 
     -min(r A, clip(r, 1 - low, 1 + high) A)
@@ -21,8 +45,7 @@ def clipped_surrogate(
     Args:
         ratio_T: [T] float. Policy over behavior probability, with grad.
         advantages_T: [T] float.
-        clip_eps_low: in (0, 1).
-        clip_eps_high: > 0.
+        bounds: low and high.
 
     Returns:
         [T] loss, and [T] bool, True where the clipped branch is strictly the smaller one.
@@ -30,7 +53,7 @@ def clipped_surrogate(
     Example: r 1.5, A 1, high 0.2 gives -1.2 and True; r 1.5, A -1 gives 1.5 and False.
     """
     plain_T = ratio_T * advantages_T
-    bounded_T = ratio_T.clamp(1 - clip_eps_low, 1 + clip_eps_high) * advantages_T
+    bounded_T = ratio_T.clamp(1 - bounds.clip_eps_low, 1 + bounds.clip_eps_high) * advantages_T
     return -torch.minimum(plain_T, bounded_T), bounded_T < plain_T
 
 
@@ -72,3 +95,41 @@ def off_policy_keep(inputs: LossInputs, delta: float) -> Tensor:
     """
     advantage_N = sum_by_trajectory(inputs, inputs.advantages_T.double())
     return ~((advantage_N < 0) & (log_ratio_means(inputs) > delta))
+
+
+def policy_output(
+    algorithm: PolicyGradient, inputs: LossInputs, pg_T: Tensor, *, ratio_T: Tensor, metrics: Sequence[Metric] = ()
+) -> LossOutput:
+    """Return sum_t w_t (pg_t + beta D_t) over the trained tokens, and what is logged of it.
+
+    Args:
+        algorithm: beta is its `kl_beta`.
+        inputs: Clean inputs; w_t are their token weights.
+        pg_T: [T] float. The algorithm's policy term, with grad.
+        ratio_T: [T] float. Policy over behavior probability, with grad. D_t is the unbiased KL under the policy that
+            drew the tokens, whatever weight or ratio the policy term has.
+        metrics: The algorithm's own.
+
+    Raises:
+        LossInputError: kl_beta is not 0 and there are no reference log-probs.
+    """
+    weight_T = inputs.token_weight_T
+    metrics = [*metrics, loss_metric("actor/pg_loss", pg_T, weight_T)]
+    term_T = pg_T
+    if inputs.reference_logprobs_T is not None:
+        kl_T = unbiased_kl(ratio_T, inputs.policy_logprobs_T, inputs.reference_logprobs_T)
+        metrics.append(loss_metric("actor/kl_loss", kl_T, weight_T))
+        term_T = pg_T + algorithm.kl_beta * kl_T
+    elif algorithm.kl_beta != 0:
+        raise LossInputError(
+            f"algo.kl_beta is {algorithm.kl_beta} and there are no reference log-probs; the KL term needs them."
+            " Compute them in the step or set algo.kl_beta=0"
+        )
+    metrics.append(loss_metric("actor/loss", term_T, weight_T))
+    # float64, because advantages of a group cancel in the sum.
+    loss_T = (weight_T * term_T).double()
+    return LossOutput(
+        loss=loss_T.sum().to(term_T.dtype),
+        metrics=(*metrics, *shared_metrics(inputs)),
+        trajectory_loss_N=sum_by_trajectory(inputs, loss_T.detach()),
+    )

@@ -1,6 +1,7 @@
 """GRPO's loss: every term by hand on three tokens, gradients against the plain formula, off-policy sequence masking.
 
-What must not matter (micro-batches, order, ranks, garbage) is in test_loss_invariance.py.
+What the other algorithms do with these terms is in test_algorithms.py; what must not matter (micro-batches, order,
+ranks, garbage) in test_loss_invariance.py.
 """
 
 import itertools
@@ -18,43 +19,16 @@ from rollforward.rl.algorithms import GRPO, Algorithm
 from rollforward.rl.errors import LossInputError
 from rollforward.rl.losses.base import (
     LossInputs,
-    LossOutput,
     log_ratio_means,
     log_ratio_sums,
     without_garbage,
 )
 from rollforward.rl.losses.registry import LOSSES, policy_loss
 from rollforward.rl.losses.terms import off_policy_keep, unbiased_kl
+from tests.helpers.losses import gradient, random_inputs, three_tokens
 
 LN2 = math.log(2.0)
 PLAIN = GRPO(kl_beta=0.0, opsm_delta=None)
-
-
-def _three_tokens(dtype: torch.dtype = torch.float64, **changes: Any) -> LossInputs:
-    """Tokens 0 and 1 are one trajectory with advantage 1, token 2 another with advantage -1; each trajectory weighs
-    1/2.
-
-    policy    0.6  0.2  0.5
-    behavior  0.4  0.4  0.5    so the ratio r is     1.5  0.5  1
-    reference 0.3  0.4  0.5    so x = ref / policy is 0.5  2    1
-    """
-    fields = {
-        "policy_logprobs_T": torch.tensor([0.6, 0.2, 0.5], dtype=dtype).log().requires_grad_(),
-        "behavior_logprobs_T": torch.tensor([0.4, 0.4, 0.5], dtype=dtype).log(),
-        "reference_logprobs_T": torch.tensor([0.3, 0.4, 0.5], dtype=dtype).log(),
-        "entropy_T": torch.tensor([0.5, 0.25, 0.75], dtype=dtype),
-        "advantages_T": torch.tensor([1.0, 1.0, -1.0], dtype=dtype),
-        "trained_mask_T": torch.tensor([True, True, True]),
-        "token_weight_T": torch.tensor([0.25, 0.25, 0.5], dtype=dtype),
-        "trajectory_T": torch.tensor([0, 0, 1]),
-        "trajectory_tokens_N": torch.tensor([2, 1]),
-        **changes,
-    }
-    return LossInputs(**fields)
-
-
-def _gradient(output: LossOutput, inputs: LossInputs) -> Tensor:
-    return torch.autograd.grad(output.loss, inputs.policy_logprobs_T)[0]
 
 
 def test_policy_term_worked_by_hand() -> None:
@@ -62,27 +36,27 @@ def test_policy_term_worked_by_hand() -> None:
 
     Loss: -(1.2 + 0.5) / 4 + 1 / 2 = 0.075. d/dlog p of -r A is -r A: 0 where clipped, -0.5, +1; times the weights.
     """
-    inputs = _three_tokens()
+    inputs = three_tokens()
     output = policy_loss(PLAIN, inputs)
     assert output.loss.item() == pytest.approx(0.075, rel=1e-12)
-    assert _gradient(output, inputs).tolist() == pytest.approx([0.0, -0.125, 0.5], rel=1e-12)
+    assert gradient(output, inputs).tolist() == pytest.approx([0.0, -0.125, 0.5], rel=1e-12)
     assert output.trajectory_loss_N.tolist() == pytest.approx([-0.425, 0.5], rel=1e-12)
 
 
 def test_negative_advantages_clip_on_the_other_side() -> None:
     """A = -1: token 0 min(-1.5, -1.2) = -1.5 keeps its gradient; token 1 min(-0.5, -0.8) = -0.8 is clipped."""
-    inputs = _three_tokens(advantages_T=torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float64))
+    inputs = three_tokens(advantages_T=torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float64))
     output = policy_loss(PLAIN, inputs)
     assert output.loss.item() == pytest.approx((1.5 + 0.8) / 4, rel=1e-12)
-    assert _gradient(output, inputs).tolist() == pytest.approx([0.375, 0.0, 0.0], rel=1e-12)
+    assert gradient(output, inputs).tolist() == pytest.approx([0.375, 0.0, 0.0], rel=1e-12)
 
 
 def test_clip_bounds_are_separate() -> None:
     """high 0.6: token 0 is not clipped, -1.5. low 0.6 with A = -1: token 1 (r 0.5 > 0.4) is not clipped, +0.5."""
-    inputs = _three_tokens()
+    inputs = three_tokens()
     output = policy_loss(GRPO(kl_beta=0.0, opsm_delta=None, clip_eps_high=0.6), inputs)
     assert output.loss.item() == pytest.approx(-(1.5 + 0.5) / 4 + 0.5, rel=1e-12)
-    inputs = _three_tokens(advantages_T=torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64))
+    inputs = three_tokens(advantages_T=torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64))
     output = policy_loss(GRPO(kl_beta=0.0, opsm_delta=None, clip_eps_low=0.6), inputs)
     assert output.loss.item() == pytest.approx((1.5 + 0.5) / 4 + 0.5, rel=1e-12)
 
@@ -90,17 +64,17 @@ def test_clip_bounds_are_separate() -> None:
 def test_kl_term_worked_by_hand() -> None:
     """D = r (x - log x - 1): 1.5 (0.5 + ln 2 - 1), 0.5 (2 - ln 2 - 1), 0. Gradient r log(p / q): 1.5 ln 2, -0.5 ln 2,
     0."""
-    inputs = _three_tokens(advantages_T=torch.zeros(3, dtype=torch.float64))
+    inputs = three_tokens(advantages_T=torch.zeros(3, dtype=torch.float64))
     output = policy_loss(GRPO(kl_beta=0.1, opsm_delta=None), inputs)
     kl_T = [1.5 * (LN2 - 0.5), 0.5 * (1 - LN2), 0.0]
     assert output.loss.item() == pytest.approx(0.1 * (kl_T[0] + kl_T[1]) / 4, rel=1e-12)
     expected = [0.1 * 1.5 * LN2 / 4, -0.1 * 0.5 * LN2 / 4, 0.0]
-    assert _gradient(output, inputs).tolist() == pytest.approx(expected, rel=1e-12)
+    assert gradient(output, inputs).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_metrics_worked_by_hand() -> None:
     """ppo_kl: mean log(behavior / policy) = (ln 2/3 + ln 2 + 0) / 3. Probability differences: 0.2, 0.2, 0."""
-    values = metric_values(policy_loss(GRPO(kl_beta=0.1, opsm_delta=None), _three_tokens()).metrics)
+    values = metric_values(policy_loss(GRPO(kl_beta=0.1, opsm_delta=None), three_tokens()).metrics)
     kl = (1.5 * (LN2 - 0.5) + 0.5 * (1 - LN2)) / 4
     assert values == pytest.approx(
         {
@@ -141,15 +115,15 @@ def test_equal_bits_differ_by_exactly_zero() -> None:
         "actor/kl_loss",
     ):
         assert values[name] == 0.0
-    assert torch.equal(_gradient(output, inputs), -advantages_T / 32)
+    assert torch.equal(gradient(output, inputs), -advantages_T / 32)
 
 
 def test_one_different_bit_is_not_zero() -> None:
-    inputs = _three_tokens(torch.float32)
+    inputs = three_tokens(torch.float32)
     policy_T = inputs.policy_logprobs_T.detach()
     behavior_T = policy_T.clone()
     behavior_T[1] = torch.nextafter(behavior_T[1], torch.tensor(0.0))
-    values = metric_values(policy_loss(PLAIN, _three_tokens(torch.float32, behavior_logprobs_T=behavior_T)).metrics)
+    values = metric_values(policy_loss(PLAIN, three_tokens(torch.float32, behavior_logprobs_T=behavior_T)).metrics)
     assert values["training/rollout_probs_diff_max"] > 0.0
 
 
@@ -157,7 +131,7 @@ def test_one_different_bit_is_not_zero() -> None:
 def test_what_is_left_after_cancellation_is_not_lost(order: tuple[int, ...]) -> None:
     """float32 terms 1, 1e-9, -1: summed in float32 most orders give 0."""
     logprobs_T = torch.full((3,), -1.0)
-    inputs = _three_tokens(
+    inputs = three_tokens(
         policy_logprobs_T=logprobs_T.clone().requires_grad_(),
         behavior_logprobs_T=logprobs_T,
         reference_logprobs_T=None,
@@ -168,31 +142,10 @@ def test_what_is_left_after_cancellation_is_not_lost(order: tuple[int, ...]) -> 
 
 
 def test_zero_advantage_leaves_only_the_kl() -> None:
-    inputs = _three_tokens(advantages_T=torch.zeros(3, dtype=torch.float64))
+    inputs = three_tokens(advantages_T=torch.zeros(3, dtype=torch.float64))
     output = policy_loss(PLAIN, inputs)
     assert output.loss.item() == 0.0
-    assert not _gradient(output, inputs).any()
-
-
-def _random_inputs(tokens: int, dtype: torch.dtype, seed: int, num_trajectories: int = 4) -> LossInputs:
-    generator = torch.Generator().manual_seed(seed)
-    behavior_T = -torch.rand(tokens, generator=generator, dtype=torch.float64) * 3
-    trajectory_T = torch.arange(tokens) * num_trajectories // tokens
-    advantages_N = torch.randn(num_trajectories, generator=generator, dtype=torch.float64)
-    mask_T = torch.rand(tokens, generator=generator) < 0.7
-    mask_T[0] = True
-    return LossInputs(
-        policy_logprobs_T=(behavior_T + 0.4 * torch.randn(tokens, generator=generator, dtype=torch.float64))
-        .to(dtype)
-        .requires_grad_(),
-        behavior_logprobs_T=behavior_T.to(dtype),
-        reference_logprobs_T=(behavior_T - torch.rand(tokens, generator=generator, dtype=torch.float64)).to(dtype),
-        advantages_T=advantages_N[trajectory_T].to(dtype),
-        trained_mask_T=mask_T,
-        token_weight_T=torch.rand(tokens, generator=generator, dtype=torch.float64).to(dtype) / tokens,
-        trajectory_T=trajectory_T,
-        trajectory_tokens_N=torch.zeros(num_trajectories, dtype=torch.int64).index_add(0, trajectory_T, mask_T.long()),
-    )
+    assert not gradient(output, inputs).any()
 
 
 def _plain_formula(algorithm: GRPO, inputs: LossInputs, policy_T: Tensor) -> Tensor:
@@ -220,16 +173,16 @@ def _plain_formula(algorithm: GRPO, inputs: LossInputs, policy_T: Tensor) -> Ten
 @pytest.mark.parametrize("seed", range(6))
 def test_value_and_gradient_are_those_of_the_plain_formula(seed: int) -> None:
     algorithm = GRPO(kl_beta=0.3, opsm_delta=0.02, clip_eps_low=0.1, clip_eps_high=0.3)
-    inputs = _random_inputs(23, torch.float64, seed)
+    inputs = random_inputs(23, torch.float64, seed)
     output = policy_loss(algorithm, inputs)
     plain_T = inputs.policy_logprobs_T.detach().clone().requires_grad_()
     expected = _plain_formula(algorithm, inputs, plain_T)
     assert output.loss.item() == pytest.approx(expected.item(), rel=1e-10)
-    assert torch.allclose(_gradient(output, inputs), torch.autograd.grad(expected, plain_T)[0], rtol=1e-10, atol=1e-14)
+    assert torch.allclose(gradient(output, inputs), torch.autograd.grad(expected, plain_T)[0], rtol=1e-10, atol=1e-14)
 
 
-def test_only_the_policy_gets_a_gradient() -> None:
-    inputs = _three_tokens()
+def test_only_the_policy_gets_agradient() -> None:
+    inputs = three_tokens()
     leaves = {
         name: getattr(inputs, name).clone().requires_grad_()
         for name in ("behavior_logprobs_T", "reference_logprobs_T", "advantages_T", "token_weight_T", "entropy_T")
@@ -321,7 +274,7 @@ def test_off_policy_masking_around_delta(advantage: float, mean_log_ratio: float
     if is_masked:
         assert values["actor/pg_loss"] == 0.0
         kl_only = _masking_inputs(0.0, mean_log_ratio)
-        assert torch.equal(_gradient(output, inputs), _gradient(policy_loss(algorithm, kl_only), kl_only))
+        assert torch.equal(gradient(output, inputs), gradient(policy_loss(algorithm, kl_only), kl_only))
     else:
         assert values["actor/pg_loss"] == unmasked["actor/pg_loss"]
 
@@ -344,7 +297,7 @@ def test_off_policy_masking_is_per_sequence() -> None:
         trajectory_tokens_N=torch.tensor([4, 4]),
     )
     output = policy_loss(GRPO(kl_beta=0.0, opsm_delta=0.5), joined)
-    gradient_T = _gradient(output, joined)
+    gradient_T = gradient(output, joined)
     assert not gradient_T[:4].any()
     assert gradient_T[4:].any()
     assert metric_values(output.metrics)["actor/opsm_frac"] == 0.5
@@ -395,7 +348,7 @@ def test_part_of_a_trajectory_cannot_decide_alone_but_with_the_sums_of_all_parts
 
 
 def test_the_mean_log_ratio_is_the_same_bit_in_any_order() -> None:
-    inputs = _random_inputs(400, torch.float32, 5)
+    inputs = random_inputs(400, torch.float32, 5)
     expected_N = log_ratio_means(inputs)
     for seed in range(5):
         order = torch.randperm(400, generator=torch.Generator().manual_seed(seed))
@@ -410,7 +363,7 @@ def test_the_mean_log_ratio_is_the_same_bit_in_any_order() -> None:
 def test_nan_of_a_trained_token_stays_visible() -> None:
     """Neither masking of sequences nor clipping may hide it: the trainer must stop."""
     for reference_T in (torch.full((3,), -1.0), None):
-        inputs = _three_tokens(
+        inputs = three_tokens(
             torch.float32,
             reference_logprobs_T=reference_T,
             policy_logprobs_T=torch.tensor([-1.0, math.nan, -1.0], requires_grad=True),
@@ -425,12 +378,12 @@ def test_nan_of_a_trained_token_stays_visible() -> None:
 
 
 def test_a_micro_batch_that_trains_nothing_has_a_zero_loss_connected_to_the_graph() -> None:
-    inputs = _three_tokens(
+    inputs = three_tokens(
         trained_mask_T=torch.zeros(3, dtype=torch.bool), trajectory_tokens_N=torch.zeros(2, dtype=torch.int64)
     )
     output = policy_loss(GRPO(), inputs)
     assert output.loss.item() == 0.0
-    assert _gradient(output, inputs).tolist() == [0.0, 0.0, 0.0]
+    assert gradient(output, inputs).tolist() == [0.0, 0.0, 0.0]
     assert metric_values(output.metrics) == {}
 
 
@@ -441,12 +394,12 @@ def test_every_algorithm_has_a_loss() -> None:
 
 def test_the_reference_is_needed_exactly_when_the_kl_is_weighted() -> None:
     with pytest.raises(LossInputError, match="kl_beta is"):
-        policy_loss(GRPO(kl_beta=0.1), _three_tokens(reference_logprobs_T=None))
-    assert policy_loss(PLAIN, _three_tokens(reference_logprobs_T=None)).loss.item() == pytest.approx(0.075, rel=1e-12)
+        policy_loss(GRPO(kl_beta=0.1), three_tokens(reference_logprobs_T=None))
+    assert policy_loss(PLAIN, three_tokens(reference_logprobs_T=None)).loss.item() == pytest.approx(0.075, rel=1e-12)
 
 
 def test_lengths_and_the_mask_are_checked() -> None:
     with pytest.raises(ValueError, match="advantages_T"):
-        policy_loss(PLAIN, _three_tokens(advantages_T=torch.zeros(4)))
+        policy_loss(PLAIN, three_tokens(advantages_T=torch.zeros(4)))
     with pytest.raises(LossInputError, match="must be bool"):
-        policy_loss(PLAIN, _three_tokens(trained_mask_T=torch.ones(3)))
+        policy_loss(PLAIN, three_tokens(trained_mask_T=torch.ones(3)))
