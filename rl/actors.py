@@ -9,7 +9,7 @@ import ray
 from rollforward.model.distributed import join_group
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.rl.learner import Learner, LearnerSettings
-from rollforward.rl.packing import MicroBatchPlan, split_plans
+from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rollout.weights import WeightsManifest
 
 
@@ -28,6 +28,10 @@ class LearnerActor:
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """See ``Learner.update``."""
         return self._learner.update(step_dir, plans)
+
+    def quantised(self) -> dict[str, int]:
+        """See ``Learner.quantised``."""
+        return self._learner.quantised()
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
         """See ``Learner.publish``."""
@@ -52,9 +56,12 @@ class LearnerPool:
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """Take one optimizer step, every rank on its share; see ``Learner.update``."""
-        shares = split_plans(plans, len(self._actors))
-        calls = [actor.update.remote(step_dir, share) for actor, share in zip(self._actors, shares, strict=True)]
+        calls = [actor.update.remote(step_dir, plans) for actor in self._actors]
         return merge_metrics(metric for metrics in ray.get(calls) for metric in metrics)
+
+    def quantised(self) -> list[dict[str, int]]:
+        """Return every rank's report; see ``Learner.quantised``."""
+        return ray.get([actor.quantised.remote() for actor in self._actors])
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
         """Publish from rank 0, whose masters are everyone's; see ``Learner.publish``."""

@@ -216,21 +216,6 @@ def concatenate(parts: Sequence[PackedBatch]) -> PackedBatch:
     )
 
 
-def inert_like(packed: PackedBatch) -> PackedBatch:
-    """Return the same tokens with nothing trained: what a rank runs that has no micro-batch left while others have one.
-
-    Its loss is 0 and connected to the graph, so collective calls of the backward pass still meet.
-    """
-    return msgspec.structs.replace(
-        packed,
-        trained_mask_T=np.zeros_like(packed.trained_mask_T),
-        behavior_logprobs_T=np.zeros_like(packed.behavior_logprobs_T),
-        advantages_T=np.zeros_like(packed.advantages_T),
-        token_weight_T=np.zeros_like(packed.token_weight_T),
-        trajectory_tokens_N=np.zeros_like(packed.trajectory_tokens_N),
-    )
-
-
 def _token_weights(
     trained_tokens_N: Sequence[int], normalisation: Normalisation, max_new_tokens: int | None
 ) -> list[float]:

@@ -7,25 +7,28 @@ Here: the machine that an actor wraps, one rank. Not here: Ray (actors.py), the 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.config import load_model_config
+from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.model.scoring import ScoringBatch, target_logprobs
-from rollforward.model.train_config import OptimConfig, Precision
+from rollforward.model.train_config import BalanceConfig, OptimConfig, Precision
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.model.transformer import Model
-from rollforward.rl.batch import PackedBatch
 from rollforward.rl.algorithms import Algorithm
+from rollforward.rl.batch import PackedBatch
 from rollforward.rl.conversations import PackedConversations
-from rollforward.rl.losses.base import LossOutput, loss_inputs
+from rollforward.rl.losses.base import loss_inputs
 from rollforward.rl.losses.registry import policy_loss
 from rollforward.rl.packing import MicroBatchPlan
-from rollforward.rl.samples import open_step
+from rollforward.rl.samples import StepSamples, open_step
 from rollforward.rollout.weights import WeightsManifest, publish_weights
 
 _NUM_WORST = 3
@@ -48,6 +51,12 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Divides the logits, as when sampling."""
     threads: int
     """CPU threads of this process."""
+    balance: BalanceConfig = BalanceConfig()
+    """Balancing of experts."""
+    recompute: bool = False
+    """Compute each layer again for the backward pass instead of keeping what it made."""
+    seed: int = 0
+    """Seed of the run; keys stochastic rounding."""
 
 
 class Learner:
@@ -64,49 +73,66 @@ class Learner:
         self._model_config = load_model_config(model_dir / "config.json")
         named = read_checkpoint(model_dir, self._model_config)
         self._tokenizer = (model_dir / TOKENIZER_NAME).read_bytes()
-        self._trainer = Trainer(self._model_config, named, precision=settings.precision, optim=settings.optim)
+        self._trainer = Trainer(
+            self._model_config,
+            named,
+            precision=settings.precision,
+            optim=settings.optim,
+            balance=settings.balance,
+            recompute=settings.recompute,
+            seed=settings.seed,
+        )
         # Without a KL term the reference would cost a forward pass and change nothing.
         self._reference: Model | None = None
         if settings.algorithm.kl_beta > 0:
             self._reference = Model(self._model_config, named, precision=settings.precision)
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
-        """Take one optimizer step on this rank's micro-batches of a step.
+        """Take one optimizer step on this rank's micro-batches of a step. Collective: every rank gets the same call.
 
         Args:
-            step_dir: the step's samples, from ``rl.samples.write_step``; mapped into memory, and only the planned
-                trajectories are read.
-            plans: this rank's, from ``rl.packing``; token weights sum to 1 over all ranks.
+            step_dir: the step's samples, from ``rl.samples.write_step``; mapped into memory, and only this rank's
+                trajectories are read, one micro-batch at a time.
+            plans: of the whole step, from ``rl.packing``; a rank takes those below its node of the gradients' tree, at
+                times none. Token weights are of the whole step too.
 
         Returns:
-            Loss metrics, merged over micro-batches, and actor/grad_norm and actor/lr.
+            Loss metrics, merged over this rank's micro-batches, and what the trainer measured of the step.
 
         Raises:
             NonFiniteLossError, SampleFileError: before the optimizer step.
         """
-        samples = open_step(step_dir)
-        micro_batches = [samples.micro_batch(plan) for plan in plans]
-        outputs: list[LossOutput] = []
-        keep_routing = self._settings.algorithm.keep_routing
-        scoring = [scoring_batch(packed, keep_routing=keep_routing) for packed in micro_batches]
+        start, stop = subtree_bounds(len(plans), torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        algorithm = self._settings.algorithm
+        micro_batches = _MicroBatches(open_step(step_dir), plans[start:stop], keep_routing=algorithm.keep_routing)
+        metrics: list[Metric] = []
 
         def loss_of(index: int, policy_logprobs_T: Tensor, entropy_T: Tensor) -> LossPart:
+            packed, batch = micro_batches.read(index)
             inputs = loss_inputs(
-                micro_batches[index],
+                packed,
                 policy_logprobs_T=policy_logprobs_T,
-                reference_logprobs_T=self._reference_logprobs(scoring[index]),
+                reference_logprobs_T=self._reference_logprobs(batch),
                 entropy_T=entropy_T.detach(),
             )
-            output = policy_loss(self._settings.algorithm, inputs)
-            outputs.append(output)
-            return LossPart(loss=output.loss, name=f"micro-batch {index}", worst=_worst(micro_batches[index], output))
+            output = policy_loss(algorithm, inputs)
+            metrics.extend(output.metrics)
+            name = f"micro-batch {start + index + 1} of {len(plans)} in {step_dir}"
+            return LossPart(loss=output.loss, name=name, worst=worst_sequences(packed.ids, output.trajectory_loss_N))
 
-        result = self._trainer.train_step(scoring, loss_of, temperature=self._settings.temperature)
+        result = self._trainer.train_step(
+            micro_batches, loss_of, num_leaves=len(plans), temperature=self._settings.temperature
+        )
         return (
-            *merge_metrics(metric for output in outputs for metric in output.metrics),
+            *merge_metrics(metrics),
             Metric(name="actor/grad_norm", numerator=result.grad_norm, denominator=1, per="step"),
             Metric(name="actor/lr", numerator=result.learning_rate, denominator=1, per="step"),
+            *result.metrics,
         )
+
+    def quantised(self) -> dict[str, int]:
+        """Return how many official tensors this rank's forward takes through each published format."""
+        return dict(self._trainer.quantised)
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
         """Write the masters' published bytes as a version; see ``publish_weights``."""
@@ -137,6 +163,34 @@ class Learner:
         return target_logprobs(self._reference.transformer, self._reference.weights, batch, temperature=temperature)[0]
 
 
+class _MicroBatches(Sequence[ScoringBatch]):
+    """A rank's micro-batches of a step, each read from the samples when it is asked for; the one before is let go."""
+
+    def __init__(self, samples: StepSamples, plans: Sequence[MicroBatchPlan], *, keep_routing: bool) -> None:
+        self._samples, self._plans, self._keep_routing = samples, plans, keep_routing
+        self._held: tuple[int, PackedBatch, ScoringBatch] | None = None
+
+    def read(self, index: int) -> tuple[PackedBatch, ScoringBatch]:
+        """Return a micro-batch as the loss and as the trainer sees it."""
+        if self._held is None or self._held[0] != index:
+            self._held = None
+            packed = self._samples.micro_batch(self._plans[index])
+            self._held = (index, packed, scoring_batch(packed, keep_routing=self._keep_routing))
+        return self._held[1], self._held[2]
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @overload
+    def __getitem__(self, index: int) -> ScoringBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ScoringBatch]: ...
+    def __getitem__(self, index: int | slice) -> ScoringBatch | Sequence[ScoringBatch]:
+        if isinstance(index, slice):
+            return _MicroBatches(self._samples, self._plans[index], keep_routing=self._keep_routing)
+        return self.read(index)[1]
+
+
 def scoring_batch(packed: PackedBatch | PackedConversations, *, keep_routing: bool = True) -> ScoringBatch:
     """Return what the trainer scores of a packed micro-batch: the trained targets, over the sets they were drawn from.
 
@@ -156,11 +210,24 @@ def scoring_batch(packed: PackedBatch | PackedConversations, *, keep_routing: bo
         routes_TLK=None if routes_TLK is None else torch.tensor(routes_TLK),
         kept_counts_T=None if kept_counts_T is None else torch.tensor(kept_counts_T, dtype=torch.int64),
         kept_ids=None if kept_ids is None else torch.tensor(kept_ids, dtype=torch.int64),
+        sequence_weights=_sequence_weights(packed),
     )
 
 
-def _worst(packed: PackedBatch, output: LossOutput) -> tuple[str, ...]:
-    """Identities of the trajectories with the largest (or a non-finite) part of the loss."""
-    size_N = torch.nan_to_num(output.trajectory_loss_N.abs(), nan=torch.inf)
-    order = size_N.argsort(descending=True)[:_NUM_WORST].tolist()
-    return tuple(f"{packed.ids[index]} ({float(output.trajectory_loss_N[index]):.4g})" for index in order)
+def worst_sequences(ids: Sequence[object], loss_N: Tensor) -> tuple[str, ...]:
+    """Name the sequences with the largest (or a non-finite) part of the loss, three at most, the worst first.
+
+    Args:
+        ids: of each of the N sequences.
+        loss_N: [N], their parts of the loss.
+    """
+    size_N = torch.nan_to_num(loss_N.abs(), nan=torch.inf)
+    order = size_N.argsort(descending=True, stable=True)[:_NUM_WORST].tolist()
+    return tuple(f"{ids[index]} ({float(loss_N[index]):.4g})" for index in order)
+
+
+def _sequence_weights(packed: PackedBatch | PackedConversations) -> tuple[float, ...]:
+    """Share of each sequence in the step's loss: the weights of its trained tokens."""
+    weights_T = np.where(packed.trained_mask_T, packed.token_weight_T, 0).astype(np.float64)
+    starts_B = np.cumsum(packed.sequence_lengths_B) - packed.sequence_lengths_B
+    return tuple(np.add.reduceat(weights_T, starts_B).tolist())

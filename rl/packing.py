@@ -16,8 +16,6 @@ class MicroBatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: tuple[int, ...]
     """Their positions among the rows of the step, at least one, in training order."""
-    is_inert: bool = False
-    """Whether nothing in it is trained: what a rank runs that has no micro-batch left while others have one."""
 
 
 def plan_micro_batches(rows: Sequence[TrajectoryRow], max_tokens: int) -> tuple[MicroBatchPlan, ...]:
@@ -50,19 +48,3 @@ def plan_micro_batches(rows: Sequence[TrajectoryRow], max_tokens: int) -> tuple[
         packs[-1].append(index)
         used += row.num_tokens
     return tuple(MicroBatchPlan(rows=tuple(pack)) for pack in packs)
-
-
-def split_plans(plans: Sequence[MicroBatchPlan], num_ranks: int) -> tuple[tuple[MicroBatchPlan, ...], ...]:
-    """Return each rank's micro-batches: consecutive runs of equal number, filled up with inert ones at the end.
-
-    Every rank makes the same number of passes, so that collective calls meet; token weights are of the whole step, so
-    the ranks' losses add up to it.
-
-    Args:
-        plans: of the whole step, at least one.
-        num_ranks: at least 1.
-    """
-    per_rank = -(-len(plans) // num_ranks)
-    inert = msgspec.structs.replace(plans[-1], is_inert=True)
-    filled = [*plans, *[inert] * (per_rank * num_ranks - len(plans))]
-    return tuple(tuple(filled[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks))

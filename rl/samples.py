@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollforward.model.checkpoint import sync_path
-from rollforward.rl.batch import PackedBatch, StepBatch, TrajectoryRow, concatenate, inert_like
+from rollforward.rl.batch import PackedBatch, StepBatch, TrajectoryRow, concatenate
 from rollforward.rl.errors import SampleFileError
 from rollforward.rl.packing import MicroBatchPlan
 
@@ -126,8 +126,7 @@ class StepSamples:
                 )
         runs = itertools.groupby(enumerate(plan.rows), key=lambda item: item[1] - item[0])
         parts = [self._consecutive([index for _, index in run]) for _, run in runs]
-        packed = parts[0] if len(parts) == 1 else concatenate(parts)
-        return inert_like(packed) if plan.is_inert else packed
+        return parts[0] if len(parts) == 1 else concatenate(parts)
 
     def _span(self, first: int, last: int) -> slice:
         """Tokens of consecutive rows."""

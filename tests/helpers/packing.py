@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from rollforward.rl.batch import PackedBatch, StepBatch, concatenate, inert_like
+from rollforward.rl.batch import PackedBatch, StepBatch, concatenate
 from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 
 
 def gather(batch: StepBatch, plans: Sequence[MicroBatchPlan]) -> tuple[PackedBatch, ...]:
     """The micro-batches of some plans."""
-    packs = [(plan, concatenate([batch.trajectories[row] for row in plan.rows])) for plan in plans]
-    return tuple(inert_like(packed) if plan.is_inert else packed for plan, packed in packs)
+    return tuple(concatenate([batch.trajectories[row] for row in plan.rows]) for plan in plans)
 
 
 def micro_batches(batch: StepBatch, max_tokens: int) -> tuple[PackedBatch, ...]:

@@ -18,12 +18,11 @@ from rollforward.rl.batch import (
     StepBatch,
     TrajectoryRow,
     build_step_batch,
-    inert_like,
 )
 from rollforward.rl.errors import BatchError, NoTrainableTrajectoriesError
-from rollforward.rl.packing import plan_micro_batches, split_plans
+from rollforward.rl.packing import plan_micro_batches
 from rollforward.rollout.types import FailureType, Group, KeptSets, RequestId, Segment, StopReason, Trajectory
-from tests.helpers.packing import gather, micro_batches
+from tests.helpers.packing import micro_batches
 
 
 def _sequence(prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -329,33 +328,11 @@ def test_a_token_outside_its_kept_set_is_refused() -> None:
         _build([_group(0, _recorded(0), _recorded(1, kept=kept))])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 9])
-def test_ranks_get_consecutive_shares_of_equal_number(num_ranks: int) -> None:
-    batch = _build(_step(prompts=5, members=2))
-    plans = plan_micro_batches(batch.rows, 13)
-    shares = split_plans(plans, num_ranks)
-    assert len(shares) == num_ranks
-    assert len({len(share) for share in shares}) == 1
-    flat = [plan for share in shares for plan in share]
-    assert flat[: len(plans)] == list(plans)
-    assert all(plan.is_inert for plan in flat[len(plans) :])
-    assert _total_weight(gather(batch, flat)) == pytest.approx(1.0)
-
-
 def test_a_trajectory_beyond_the_budget_is_refused() -> None:
     batch = _build([_group(0, _trajectory(0, 0, 1.0, 9), _trajectory(0, 1, 0.0))])
     with pytest.raises(BatchError, match=r"s4-p0-m0 has 11 tokens; a micro-batch holds 10"):
         plan_micro_batches(batch.rows, 10)
     assert [plan.rows for plan in plan_micro_batches(batch.rows, 11)] == [(0,), (1,)]
-
-
-def test_an_inert_batch_has_the_tokens_and_trains_none() -> None:
-    (pack,) = micro_batches(_build(_step()), 10_000)
-    inert = inert_like(pack)
-    assert inert.token_ids_T.tolist() == pack.token_ids_T.tolist()
-    assert not inert.trained_mask_T.any()
-    assert not inert.token_weight_T.any()
-    assert not inert.trajectory_tokens_N.any()
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.01])
