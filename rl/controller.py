@@ -7,6 +7,8 @@
                             |                          publish, acknowledge                    v
                             +-- learner.update <--files, plan-- write_step <-- build_step_batch <-- build_groups
 
+With dynamic sampling the upper row runs again for the groups that teach nothing (`refill.py`).
+
 | stage    | consumes                          | produces                      | waits for                        |
 |----------|-----------------------------------|-------------------------------|----------------------------------|
 | rollout  | prompts, weights vK               | completions, durable          | every replica's acknowledgement  |
@@ -37,9 +39,10 @@ from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, rest
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.metrics import log_metrics, turn_metrics
+from rollforward.rl.metrics import group_metrics, log_metrics, turn_metrics
 from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.prompts import PromptSource
+from rollforward.rl.refill import Sampled, StepGroups, sample_groups
 from rollforward.rl.samples import SAMPLES_NAME, remove_steps, write_step
 from rollforward.rl.sampling import (
     PromptEncoder,
@@ -92,7 +95,7 @@ class LearnerGroup(Protocol):
     """The learner side as the loop sees it."""
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
-        """Take one optimizer step on the samples in ``step_dir``, packed as planned."""
+        """Take one optimizer step on the samples in ``step_dir``, packed as planned, over all ranks."""
         ...
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
@@ -211,30 +214,10 @@ class Controller:
     def _step(self, state: LoopState) -> tuple[LoopState, dict[str, float], tuple[Answer, ...]]:
         """One optimizer step: sample, score, learn, publish. Also the answers that are to be shown, if any."""
         run = self._run
-        examples, cursor = self._prompts.draw(state.cursor, run.prompts_per_step)
-        requests = group_requests(
-            examples,
-            self._encoder,
-            self._tasks,
-            step=state.step,
-            group_size=run.algo.group_size,
-            run_seed=run.seed,
-            sampling=run.sampling,
-            policy_version=state.step,
-            record_routes=run.algo.keep_routing,
-        )
-        with self._timed("gen"):
-            completions = self._rollout.generate(requests)
-        with self._timed("reward"):
-            scores = score_completions(examples, completions, self._encoder, self._tasks)
-        if (unscored := describe_unscored(scores)) is not None:
-            say(f"step {state.step + 1}: {unscored}")
-        turns = read_turns(examples, completions, self._encoder)
-        groups = build_groups(examples, requests, completions, scores, self._tasks, turns)
-        if run.shuffle_rewards:
-            groups = shuffle_rewards(groups, run_seed=run.seed)
+        step_groups = self._sample(state)
+        sampled = step_groups.sampled
         batch = build_step_batch(
-            groups,
+            step_groups.trained,
             normalisation=run.algo.normalisation,
             divide_by_std=run.algo.advantage_std,
             truncation=run.algo.truncation,
@@ -245,19 +228,72 @@ class Controller:
         with self._timed("update_actor"):
             metrics = self._learner.update(step_dir, plan_micro_batches(batch.rows, run.micro_batch_tokens))
         counters = log_metrics(self._rollout.log_stats())
-        values = metric_values((*batch.metrics, *turn_metrics(list(turns.values())), *metrics, *counters))
+        turns = turn_metrics(list(sampled.turns.values()))
+        values = metric_values((*batch.metrics, *step_groups.metrics, *turns, *metrics, *counters))
+        # Rewards, lengths and failures are the policy's, so over all that it sampled; the batch knows what is trained.
+        values |= metric_values(group_metrics(sampled.groups))
         self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
         with self._timed("update_weights"):
             self._publish(state.step + 1)
         values["perf/total_num_tokens"] = float(sum(row.num_tokens for row in batch.rows))
         after = LoopState(
             step=state.step + 1,
-            cursor=cursor,
+            cursor=sampled.cursor,
             trained_tokens=state.trained_tokens + batch.num_trained_tokens,
             probs_diff_max=max(state.probs_diff_max, values["training/rollout_probs_diff_max"]),
         )
         shows = self._is_due(after.step, run.tracker.answers_every_steps or run.eval.every_steps)
-        return after, values, sampled_answers(batch.rows, examples, completions, self._encoder) if shows else ()
+        answers = sampled_answers(batch.rows, sampled.examples, sampled.completions, self._encoder) if shows else ()
+        return after, values, answers
+
+    def _sample(self, state: LoopState) -> StepGroups:
+        """All draws of one step, and which groups it trains on."""
+        found = sample_groups(
+            lambda sampled, num_prompts: self._draw_more(state.step, sampled, num_prompts),
+            state.cursor,
+            num_prompts=self._run.prompts_per_step,
+            dynamic=self._run.algo.dynamic_sampling,
+            truncation=self._run.algo.truncation,
+        )
+        if found.warning is not None:
+            say(f"step {state.step + 1}: {found.warning}")
+        return found
+
+    def _draw_more(self, step: int, sampled: Sampled, num_prompts: int) -> Sampled:
+        """Sample and score as many further prompts for a step."""
+        run = self._run
+        drawn, cursor = self._prompts.draw(sampled.cursor, num_prompts)
+        requests = group_requests(
+            drawn,
+            self._encoder,
+            self._tasks,
+            step=step,
+            group_size=run.algo.group_size,
+            run_seed=run.seed,
+            sampling=run.sampling,
+            policy_version=step,
+            first_prompt=len(sampled.examples),
+            record_routes=run.algo.keep_routing,
+        )
+        examples = (*sampled.examples, *drawn)
+        with self._timed("gen"):
+            completions = self._rollout.generate(requests)
+        with self._timed("reward"):
+            scores = score_completions(examples, completions, self._encoder, self._tasks)
+        if (unscored := describe_unscored(scores)) is not None:
+            say(f"step {step + 1}: {unscored}")
+        turns = read_turns(examples, completions, self._encoder)
+        groups = build_groups(examples, requests, completions, scores, self._tasks, turns)
+        if run.shuffle_rewards:
+            groups = shuffle_rewards(groups, run_seed=run.seed)
+        return Sampled(
+            cursor=cursor,
+            num_draws=sampled.num_draws + 1,
+            examples=examples,
+            completions=(*sampled.completions, *completions),
+            turns=sampled.turns | turns,
+            groups=(*sampled.groups, *groups),
+        )
 
     def _require_equal_probs(self, step: int, probs_diff_max: float) -> None:
         """Stop where training and sampling disagree: each token of the step was drawn by the policy that is trained."""

@@ -11,6 +11,7 @@ Not here: the loss and its normalisation (`rl/losses/`), the model's handling of
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from rollforward.model.encoding import ChatEncoding, EncodedConversation, plain_texts
@@ -19,6 +20,19 @@ from rollforward.rl.errors import TaskError
 from rollforward.rl.prompts import DataCursor, ExampleOrder
 from rollforward.rl.tasks.types import Example, Task
 from rollforward.rollout.types import ArrayRecord, BoolArray, Float32Array, Int32Array
+
+
+class ConversationId(msgspec.Struct, frozen=True):
+    """Which conversation of which task; renders to `sums conversation 12`."""
+
+    task: str
+    """Name of the task."""
+    index: int
+    """Number of its training example."""
+
+    def __str__(self) -> str:
+        """Name it for a person."""
+        return f"{self.task} conversation {self.index}"
 
 
 class PackedConversations(ArrayRecord, frozen=True, kw_only=True, eq=False):
@@ -32,6 +46,8 @@ class PackedConversations(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """[T] int32. All tokens, no padding."""
     sequence_lengths_B: Int32Array
     """[B] int32. Tokens of each conversation, in order; they sum to T."""
+    ids: tuple[ConversationId, ...]
+    """Identity of each conversation."""
     target_ids_T: Int32Array
     """[T] int32. Token that follows in the same conversation; 0 after the last one."""
     trained_mask_T: BoolArray
@@ -39,6 +55,9 @@ class PackedConversations(ArrayRecord, frozen=True, kw_only=True, eq=False):
     token_weight_T: Float32Array
     """[T] float32. Share of the target in the step's loss; 0 where not trained. All micro-batches of a step sum to 1.
     """
+
+
+_Drawn = tuple[ConversationId, EncodedConversation]
 
 
 class ConversationSource:
@@ -82,16 +101,16 @@ class ConversationSource:
             CursorError: the cursor is of another stream.
             TaskError: a conversation alone exceeds the budget or a limit, or a task has no answer to a question.
         """
-        step: list[list[EncodedConversation]] = []
+        step: list[list[_Drawn]] = []
         for _ in range(num_batches):
             conversations, cursor = self._fill(cursor)
             step.append(conversations)
-        num_trained = sum(sum(one.trained_mask) for conversations in step for one in conversations)
+        num_trained = sum(sum(one.trained_mask) for conversations in step for _, one in conversations)
         return tuple(_pack(conversations, weight=1.0 / num_trained) for conversations in step), cursor
 
-    def _fill(self, cursor: DataCursor) -> tuple[list[EncodedConversation], DataCursor]:
+    def _fill(self, cursor: DataCursor) -> tuple[list[_Drawn], DataCursor]:
         """Conversations from `cursor` on until the next does not fit the budget, and the cursor of that one."""
-        conversations: list[EncodedConversation] = []
+        conversations: list[_Drawn] = []
         num_tokens_left = self._max_tokens
         while True:
             example = self._order.example(cursor)
@@ -101,7 +120,7 @@ class ConversationSource:
             if num_tokens > num_tokens_left:
                 return conversations, cursor
             num_tokens_left -= num_tokens
-            conversations.append(conversation)
+            conversations.append((ConversationId(example.task, example.index), conversation))
             cursor = self._order.next(cursor)
 
     def _check(self, example: Example, num_tokens: int, *, num_answer_tokens: int) -> None:
@@ -152,16 +171,17 @@ def tokenizer_texts(tasks: Sequence[Task], num_conversations: int) -> Iterator[s
             yield from plain_texts(solved_messages(example), example.effort, example.tools)
 
 
-def _pack(conversations: Sequence[EncodedConversation], *, weight: float) -> PackedConversations:
+def _pack(conversations: Sequence[_Drawn], *, weight: float) -> PackedConversations:
     targets: list[int] = []
     trained: list[bool] = []
-    for conversation in conversations:
+    for _, conversation in conversations:
         targets += [*conversation.token_ids[1:], 0]
         trained += [*conversation.trained_mask[1:], False]
     trained_mask_T = np.array(trained, dtype=np.bool_)
     return PackedConversations(
-        token_ids_T=np.array([token for one in conversations for token in one.token_ids], dtype=np.int32),
-        sequence_lengths_B=np.array([len(one.token_ids) for one in conversations], dtype=np.int32),
+        token_ids_T=np.array([token for _, one in conversations for token in one.token_ids], dtype=np.int32),
+        sequence_lengths_B=np.array([len(one.token_ids) for _, one in conversations], dtype=np.int32),
+        ids=tuple(identity for identity, _ in conversations),
         target_ids_T=np.array(targets, dtype=np.int32),
         trained_mask_T=trained_mask_T,
         token_weight_T=np.where(trained_mask_T, np.float32(weight), np.float32(0.0)),

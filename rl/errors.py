@@ -46,6 +46,11 @@ class SampleFileError(RLError, RuntimeError):
     writes it anew from the token log."""
 
 
+class QuantisationError(RLError, RuntimeError):
+    """A learner rank does not take every tensor through its published format. Stop before the first step: it would
+    train other weights than the engines sample with."""
+
+
 class LostProcessError(RLError, RuntimeError):
     """A process of the run died. The run ends with a non-zero exit code; the same command goes on."""
 

@@ -82,22 +82,24 @@ def group_requests(
     run_seed: int,
     sampling: SamplingParams,
     policy_version: int,
+    first_prompt: int = 0,
     is_eval: bool = False,
     record_routes: bool = False,
 ) -> list[Request]:
     """Return every member's request, in training order (prompt, member).
 
     Args:
-        examples: prompt p of the step is examples[p].
+        examples: prompt first_prompt + i of the step is examples[i].
         encoder: gives the tokens.
         tasks: by name; each has its own budget and tools.
         step, group_size, run_seed: identities and seeds; seed = hash(run seed, step, prompt, member).
         sampling, policy_version: as in ``Request``; a task's own budget goes before that of ``sampling``.
+        first_prompt: prompts that the step has drawn before these.
         is_eval: requests of an evaluation, which have identities of their own.
         record_routes: whether completions carry the experts that their tokens visited.
     """
     requests: list[Request] = []
-    for prompt, example in enumerate(examples):
+    for prompt, example in enumerate(examples, first_prompt):
         prompt_ids = encoder.prompt_ids(example)
         options = tasks[example.task].options
         budget = options.budget(sampling.max_new_tokens)
@@ -224,10 +226,10 @@ def build_groups(
 
 
 def shuffle_rewards(groups: Sequence[Group], *, run_seed: int) -> list[Group]:
-    """Permute the rewards of a step among its trajectories that have one: the negative control of a run, whose policy
-    must then learn nothing.
+    """Permute the rewards of one draw of a step among its trajectories that have one: the negative control of a run,
+    whose policy must then learn nothing.
 
-    Invariants: keyed by seed and step; the order of groups and members has no say.
+    Invariants: keyed by seed, step and first prompt; the order of groups and members has no say.
     """
     scored = sorted(
         (one for group in groups for one in group.trajectories if one.reward is not None and not one.is_excluded),
@@ -235,7 +237,9 @@ def shuffle_rewards(groups: Sequence[Group], *, run_seed: int) -> list[Group]:
     )
     if not scored:
         return list(groups)
-    order = Permutation(len(scored), derive_key("shuffled rewards", run_seed, scored[0].id.step))
+    first_prompt = min(group.prompt for group in groups)
+    later_draw = (first_prompt,) if first_prompt > 0 else ()
+    order = Permutation(len(scored), derive_key("shuffled rewards", run_seed, scored[0].id.step, *later_draw))
     rewards = {one.id: scored[order(index)].reward for index, one in enumerate(scored)}
     return [
         msgspec.structs.replace(

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from rollforward.model.assignment import muon_assignments
 from rollforward.model.checkpoint_headers import check_entries, scan_checkpoint
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.encoding import ChatEncoding
+from rollforward.model.errors import ConfigError
 from rollforward.model.tokenizer import Tokenizer
+from rollforward.model.train_config import HybridMuon, OptimConfig
 from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.sampling import PromptEncoder
 from rollforward.rl.tasks.config import TaskConfig
@@ -88,6 +91,27 @@ def load_parts(
     tasks = build_tasks(task_configs)
     environment = _environment(model_dir, task_configs, sandbox)
     return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=tasks, environment=environment)
+
+
+def check_learner(config: ModelConfig, optim: OptimConfig, learner_ranks: int) -> None:
+    """Refuse ranks over which Muon's whole matrices cannot be distributed.
+
+    Args:
+        config: the model.
+        optim: AdamW fits any ranks.
+        learner_ranks: of the learner.
+
+    Raises:
+        ConfigError: names matrix or number, and settings that fit.
+    """
+    if not isinstance(optim, HybridMuon):
+        return
+    try:
+        muon_assignments(config, optim, learner_ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} In a run these are optim.zero_size, cluster.learner_ranks and optim.max_padding"
+        ) from error
 
 
 def _environment(

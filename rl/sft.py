@@ -16,14 +16,16 @@ from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group, new_rendezvous
 from rollforward.model.init import fresh_params
+from rollforward.model.metrics import metric_values
 from rollforward.model.tokenizer import train_tokenizer
 from rollforward.model.trainer import LossPart, Trainer
 from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, restore, save_checkpoint
 from rollforward.rl.config import FreshModel, SFTRun
 from rollforward.rl.conversations import ConversationSource, tokenizer_texts
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.learner import TOKENIZER_NAME, scoring_batch
+from rollforward.rl.learner import TOKENIZER_NAME, scoring_batch, worst_sequences
 from rollforward.rl.losses.supervised import supervised_loss
+from rollforward.rl.quantised import check_quantised
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
@@ -77,11 +79,23 @@ class SFTLoop:
         Args:
             run: the configuration. parts: model config, encoding, tasks. model_dir: where masters come from.
             tracker: where metrics go.
+
+        Raises:
+            QuantisationError: the trainer does not take every tensor through its published format.
         """
         self._run, self._parts, self._tracker = run, parts, tracker
         self._run_dir = Path(run.run_dir).resolve()
         named = read_checkpoint(model_dir, parts.model_config)
-        self._trainer = Trainer(parts.model_config, named, precision=run.precision, optim=run.optim)
+        self._trainer = Trainer(
+            parts.model_config,
+            named,
+            precision=run.precision,
+            optim=run.optim,
+            balance=run.balance,
+            recompute=run.recompute,
+            seed=run.seed,
+        )
+        check_quantised([self._trainer.quantised], parts.model_config, run.precision)
         self._data = ConversationSource(
             parts.tasks,
             parts.encoding,
@@ -130,10 +144,14 @@ class SFTLoop:
 
         def loss_of(index: int, policy_logprobs_T: Tensor, _entropy_T: Tensor) -> LossPart:
             batch = batches[index]
-            loss, _ = supervised_loss(
-                policy_logprobs_T, torch.tensor(batch.trained_mask_T), torch.tensor(batch.token_weight_T)
+            output = supervised_loss(
+                policy_logprobs_T,
+                torch.tensor(batch.trained_mask_T),
+                torch.tensor(batch.token_weight_T),
+                batch.sequence_lengths_B.tolist(),
             )
-            return LossPart(loss=loss, name=f"micro-batch {index}")
+            worst = worst_sequences(batch.ids, output.trajectory_loss_N)
+            return LossPart(loss=output.loss, name=f"micro-batch {index + 1} of {len(batches)}", worst=worst)
 
         result = self._trainer.train_step([scoring_batch(batch) for batch in batches], loss_of)
         num_tokens = sum(batch.token_ids_T.size for batch in batches)
@@ -142,6 +160,7 @@ class SFTLoop:
             "sft/grad_norm": result.grad_norm,
             "sft/lr": result.learning_rate,
             "perf/throughput": num_tokens / (time.monotonic() - start_s),
+            **metric_values(result.metrics),
         }
         return LoopState(step=state.step + 1, cursor=cursor), values
 

@@ -22,7 +22,8 @@ from rollforward.rl.config import ClusterConfig, RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
-from rollforward.rl.setup import Parts, load_parts
+from rollforward.rl.quantised import check_quantised
+from rollforward.rl.setup import Parts, check_learner, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.actors import RolloutActor, RolloutPool
 from rollforward.rollout.weights import WEIGHTS_NAME, version_directory
@@ -44,6 +45,7 @@ def main(run: RLRun) -> int:
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
+    check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
     run_dir.mkdir(parents=True, exist_ok=True)
     with losses_named(), ExitStack() as stack:
         tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
@@ -52,6 +54,7 @@ def main(run: RLRun) -> int:
         # Ray's own handler aborts the process and closes nothing; an orderly end is an interruption like Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         rollout, learner = _place(run, parts, run_dir, model_dir)
+        check_quantised(learner.quantised(), parts.model_config, run.precision)
         outcome = Controller(
             run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
         ).run()
@@ -112,6 +115,9 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
         precision=run.precision,
         temperature=run.sampling.temperature,
         threads=run.cluster.learner_threads,
+        balance=run.balance,
+        recompute=run.recompute,
+        seed=run.seed,
     )
     rendezvous = new_rendezvous(run_dir)
     num_ranks = run.cluster.learner_ranks
