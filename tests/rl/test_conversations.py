@@ -9,7 +9,13 @@ import pytest
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import Message, ToolCall
 from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
-from rollforward.rl.conversations import ConversationSource, PackedConversations, solved_messages, tokenizer_texts
+from rollforward.rl.conversations import (
+    ConversationId,
+    ConversationSource,
+    PackedConversations,
+    solved_messages,
+    tokenizer_texts,
+)
 from rollforward.rl.errors import CursorError, TaskError
 from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
@@ -109,6 +115,16 @@ def test_a_resumed_stream_gives_the_same_micro_batches() -> None:
         resumed += batches
     assert cursor == end
     assert [batch.token_ids_T.tolist() for batch in resumed] == [batch.token_ids_T.tolist() for batch in whole]
+
+
+def test_every_conversation_keeps_its_name() -> None:
+    batches, _ = source().draw(source().start(), 6)
+    for batch in batches:
+        assert len(batch.ids) == batch.sequence_lengths_B.size
+        for identity, sequence in zip(batch.ids, sequences(batch), strict=True):
+            messages = solved_messages(Copies().example(identity.index))
+            assert list(sequence) == list(encoding().encode_conversation(messages).token_ids)
+    assert str(ConversationId("copies", 12)) == "copies conversation 12"
 
 
 def test_a_cursor_of_the_prompts_is_refused() -> None:

@@ -16,7 +16,7 @@ import pytest
 from rollforward.rl import samples as samples_module
 from rollforward.rl.batch import PackedBatch, StepBatch, build_step_batch
 from rollforward.rl.errors import SampleFileError
-from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches, split_plans
+from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.samples import TOKENS_NAME, TRAJECTORIES_NAME, open_step, remove_steps, write_step
 from rollforward.rollout.types import FailureType, Group, KeptSets, RequestId, Segment, StopReason, Trajectory
 from tests.helpers.packing import gather
@@ -81,10 +81,9 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, is_recorded: bool) -> 
     batch = _batch(is_recorded=is_recorded)
     step = open_step(write_step(tmp_path, 7, batch))
     assert step.rows == batch.rows
-    flat = [plan for share in split_plans(_plans(batch), 4) for plan in share]
-    assert any(plan.is_inert for plan in flat)
-    read = tuple(step.micro_batch(plan) for plan in flat)
-    expected = gather(batch, flat)
+    plans = _plans(batch)
+    read = tuple(step.micro_batch(plan) for plan in plans)
+    expected = gather(batch, plans)
     assert read == (tuple(_with_records(packed) for packed in expected) if is_recorded else expected)
     assert any(packed.kept_ids is not None and packed.kept_ids.size for packed in read) == is_recorded
     assert all((packed.routes_TLK is None) == (not is_recorded) for packed in read)

@@ -331,6 +331,21 @@ def test_shuffled_rewards_are_those_of_the_step_by_seed_and_step() -> None:
     assert _rewards(shuffle_rewards(later, run_seed=1)) != _rewards(shuffled)
 
 
+def test_a_later_draw_of_a_step_is_shuffled_on_its_own() -> None:
+    rewards: list[float | None] = [float(index) for index in range(40)]
+    first, later = ([_group(prompt, rewards[:20]), _group(prompt + 1, rewards[20:])] for prompt in (0, 4))
+    assert _rewards(shuffle_rewards(later, run_seed=1)) != _rewards(shuffle_rewards(first, run_seed=1))
+    assert sorted(filter(None, _rewards(shuffle_rewards(later, run_seed=1)))) == rewards[1:]
+
+
+def test_further_prompts_of_a_step_go_on_with_its_numbers(encoder: PromptEncoder) -> None:
+    whole = _requests(encoder)
+    later = _requests(encoder, first_prompt=2)
+    assert [str(one.id) for one in later] == ["s5-p2-m0", "s5-p2-m1", "s5-p3-m0", "s5-p3-m1"]
+    assert [one.seed for one in later] == [request_seed(11, 5, one.id.prompt, one.id.member) for one in later]
+    assert [one.prompt_ids.tolist() for one in later] == [one.prompt_ids.tolist() for one in whole]
+
+
 def test_a_step_without_a_reward_has_nothing_to_shuffle() -> None:
     groups = [_group(0, [None, None])]
     assert shuffle_rewards(groups, run_seed=1) == groups

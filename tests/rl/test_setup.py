@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rollforward.model.config import preset
 from rollforward.model.errors import CheckpointError, ConfigError, TokenizerError
+from rollforward.model.train_config import AdamW, HybridMuon
 from rollforward.rl.errors import ModelDirectoryError
-from rollforward.rl.setup import Parts, load_parts
+from rollforward.rl.setup import Parts, check_learner, load_parts
 from tests.helpers.runs import TASK, small_run, write_model
 
 
@@ -58,3 +60,13 @@ def test_limits_beyond_the_model_are_refused_and_those_at_it_are_not(tmp_path: P
     _load(model_dir, longest - 40)
     with pytest.raises(ModelDirectoryError, match=f"max_position_embeddings = {longest}"):
         _load(model_dir, longest - 39)
+
+
+def test_ranks_over_which_muons_matrices_do_not_fit_are_refused_with_the_names_of_the_settings() -> None:
+    tiny = preset("tiny")
+    check_learner(tiny, HybridMuon(lr=1e-3), 16)
+    check_learner(tiny, AdamW(lr=1e-3), 64)
+    refusal = r"zero_size is 64; .*Set zero_size=16 .*optim\.zero_size, cluster\.learner_ranks and optim\.max_padding$"
+    with pytest.raises(ConfigError, match=refusal):
+        check_learner(tiny, HybridMuon(lr=1e-3), 64)
+    check_learner(tiny, HybridMuon(lr=1e-3, zero_size=16), 32)
