@@ -1,37 +1,46 @@
-"""The trainer: FP32 masters, the model's own forward, DeepSpeed's optimizer. It knows no algorithm.
+"""The trainer: the model's own forward over published weights, and one optimizer step over all ranks. It knows no
+algorithm.
 
-    masters --published value, straight-through--> weights --forward--> log-probs of the targets --loss given by the
-    caller--> backward --> gradients of the masters --DeepSpeed: sum over ranks, clip, AdamW--> masters
+    micro-batches of this rank --forward over published values--> log-probs --loss given by the caller--> backward
+        --> gradients --> sums over all micro-batches in one fixed tree --> AdamW and Muon on FP32 masters
+        --> published bytes --> values of the next forward
 
-The forward that backward goes through is the engine's own (``transformer.py``), so its log-probs equal the engine's
-bit for bit on the same weights, and its weights are the published ones (docs/design.md, P3 and P4).
+The forward that backward goes through is the engine's own (``transformer.py``), so its log-probs equal the engine's bit
+for bit on the same weights; its values are unpacked from the very bytes that are published (docs/design.md, P3 and P4).
+A step has the same bits on any power of two of ranks.
 
-Here: one process of a data-parallel group, without Ray. Not here: losses (rl/losses), batches (rl/batch.py), actors.
+Here: one process of a data-parallel group, without Ray. Not here: masters and sums (``optim_hybrid.py``), bytes and
+values (``published.py``), losses (rl/losses), batches (rl/batch.py), actors.
 """
 
-import contextlib
-import io
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import deepspeed
+import msgspec
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from rollforward.model.balance import updated_bias
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import CheckpointError, NonFiniteLossError, TrainerError
-from rollforward.model.precision import PackedTensor, pack_published
+from rollforward.model.metrics import Metric
+from rollforward.model.optim_hybrid import HybridOptimizer
+from rollforward.model.precision import PackedTensor
+from rollforward.model.published import PublishedWeights
+from rollforward.model.routing import Routing
 from rollforward.model.scoring import ScoringBatch, target_logprobs
-from rollforward.model.shapes import param_specs
-from rollforward.model.train_config import OptimConfig, Precision
+from rollforward.model.train_config import BalanceConfig, OptimConfig, Precision
 from rollforward.model.transformer import Transformer
-from rollforward.model.weights import build_weights, published_tensors
+from rollforward.model.weights import build_weights
 
-_STATE_TAG = "state"
+_STATE_NAME = "trainer.json"
+_BIASES_NAME = "gate_biases.safetensors"
+_NO_BALANCE = BalanceConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,48 +69,21 @@ class StepResult:
     """Global L2 norm before clipping."""
     learning_rate: float
     """Rate of the step."""
+    metrics: tuple[Metric, ...]
+    """Quantisation and balance of experts: of the whole step, the same on every rank."""
 
 
-class _Masters(nn.Module):
-    """FP32 masters as DeepSpeed wants them, and the forward through their published values."""
+class _SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trainer.json holds."""
 
-    def __init__(self, config: ModelConfig, named: Mapping[str, Tensor], precision: Precision) -> None:
-        super().__init__()
-        self.config = config
-        self.transformer = Transformer(config, precision)
-        self.trained = nn.ParameterDict()
-        self.frozen: dict[str, Tensor] = {}
-        for spec in param_specs(config):
-            tensor = named[spec.name].detach().clone()
-            if spec.trained:
-                self.trained[_key(spec.name)] = nn.Parameter(tensor)
-            else:
-                self.frozen[spec.name] = tensor
-
-    def named(self) -> dict[str, Tensor]:
-        """Canonical names to masters, with gradients where they are trained."""
-        return {
-            spec.name: self.trained[_key(spec.name)] if spec.trained else self.frozen[spec.name]
-            for spec in param_specs(self.config)
-        }
-
-    def forward(self, batch: ScoringBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        named = self.named()
-        native = self.transformer.numerics.precision == "native"
-        weights = build_weights(self.config, published_tensors(self.config, named) if native else named)
-        return target_logprobs(self.transformer, weights, batch, temperature=temperature)
-
-
-def _key(name: str) -> str:
-    """A parameter's name for torch, which reserves the dot."""
-    return name.replace(".", "/")
+    num_steps: int
 
 
 class Trainer:
-    """Owns masters and optimizer state of one rank.
+    """Trains a model on one rank of an initialised process group (``torch.distributed``), of one rank too.
 
     States: ready; a failed ``train_step`` (non-finite loss) leaves masters and optimizer as they were before it.
-    Needs an initialised process group (``torch.distributed``), of one rank too.
+    Constructor, ``train_step``, ``masters``, ``save`` and ``load`` are collective: every rank calls them.
     """
 
     def __init__(
@@ -111,99 +93,129 @@ class Trainer:
         *,
         precision: Precision,
         optim: OptimConfig,
+        balance: BalanceConfig = _NO_BALANCE,
+        recompute: bool = False,
+        seed: int = 0,
     ) -> None:
-        """Copy the masters and hand them to DeepSpeed.
+        """Copy this rank's masters and publish them to the forward.
 
         Args:
             config: the model.
-            named: canonical names -> float32 masters (int64 tables).
+            named: canonical names -> float32 masters (int64 tables), the same on every rank.
             precision: number formats of the forward.
-            optim: AdamW and its schedule.
+            optim: the optimizer and its schedule.
+            balance: balancing of experts.
+            recompute: keep only the layers' inputs for the backward pass.
+            seed: keys stochastic rounding.
+
+        Raises:
+            ConfigError: Muon's matrices cannot be distributed over the ranks as configured.
         """
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints that it loaded its extension
-            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        self._optim = optim
-        self._masters = _Masters(config, named, precision)
-        self._specs = {spec.name: spec for spec in param_specs(config)}
+        self._config, self._optim, self._balance = config, optim, balance
+        self._transformer = Transformer(config, precision, recompute=recompute)
+        self._optimizer = HybridOptimizer(config, named, optim, seed=seed)
+        self._published = PublishedWeights(config, named, precision)
+        self._weights = build_weights(config, self._published.values)
         self._num_steps = 0
-        adamw = torch.optim.AdamW(
-            _parameter_groups(self._masters.trained, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps
-        )
-        self._engine: Any = deepspeed.initialize(model=self._masters, optimizer=adamw, config=_deepspeed_config(optim))[
-            0
-        ]
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps done so far, over restarts."""
         return self._num_steps
 
+    @property
+    def quantised(self) -> dict[str, int]:
+        """Official tensors whose value in the forward passed through each format that loses digits."""
+        return self._published.quantised
+
     def train_step(
-        self, batches: Sequence[ScoringBatch], loss_function: LossFunction, *, temperature: float = 1.0
+        self,
+        batches: Sequence[ScoringBatch],
+        loss_function: LossFunction,
+        *,
+        num_leaves: int | None = None,
+        temperature: float = 1.0,
     ) -> StepResult:
-        """Add the gradients of all micro-batches and take one optimizer step.
+        """Add the gradients of all micro-batches of all ranks and take one optimizer step.
 
         Args:
-            batches: this rank's micro-batches, at least one and as many as on every other rank.
+            batches: this rank's micro-batches, consecutive ones of the step as ``gradient_tree.subtree_bounds`` says;
+                may be none. Each is read once, in order, when its turn comes.
             loss_function: called once per micro-batch with the log-probs of its targets.
+            num_leaves: micro-batches of the whole step, at least 1; None where this is the only rank.
             temperature: divides the logits, as when the tokens were drawn.
 
         Raises:
             NonFiniteLossError: a loss, or only the gradient, is not finite; names step, micro-batch and worst
                 sequences where it is the loss. Nothing was updated.
-            TrainerError: no micro-batch was given.
+            TrainerError: no micro-batch was given, or not this rank's.
         """
-        if not batches:
+        num_leaves = len(batches) if num_leaves is None else num_leaves
+        if num_leaves == 0:
             raise TrainerError("train_step got no micro-batch; a step trains at least one. Skip the step instead")
-        world_size = torch.distributed.get_world_size()
-        total = 0.0
-        for index, batch in enumerate(batches):
-            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            policy_logprobs_T, entropy_T = self._engine(batch, temperature)
-            part = loss_function(index, policy_logprobs_T, entropy_T)
-            value = float(part.loss.detach())
-            if not _finite_everywhere(value):
-                self._engine.zero_grad()
-                raise NonFiniteLossError(
-                    f"step {self._num_steps}, {part.name}: the loss is {value}"
-                    f"{' here and not finite on another rank' if math.isfinite(value) else ''}; it must be finite."
-                    f" Nothing was updated. Worst sequences: {', '.join(part.worst) or 'unknown'}."
-                    " Look at them and lower optim.lr"
-                )
-            total += value
-            # DeepSpeed averages over ranks; parts of a step's loss are to be added.
-            self._engine.backward(part.loss * world_size)
+        groups = self._optimizer.groups
+        gradients = self._optimizer.begin(self._num_steps, num_leaves)
+        start, stop = gradients.bounds[groups.rank]
+        if len(batches) != stop - start:
+            raise TrainerError(
+                f"rank {groups.rank} of {groups.num_ranks} got {len(batches)} micro-batches; of {num_leaves} it has"
+                f" {start} to {stop - 1}. Divide them by gradient_tree.subtree_bounds"
+            )
+        total = balance_loss = 0.0
+        load_LE = torch.zeros(self._config.num_hidden_layers, self._config.n_routed_experts, dtype=torch.int64)
+        for index in range(gradients.num_passes):
+            if index >= len(batches):
+                self._require_finite(None)
+                gradients.add(None)
+                continue
+            routing = self._routing(batches[index])
+            part = self._backward(index, batches[index], routing, loss_function, temperature)
+            total += float(part.loss.detach())
+            balance_loss += float(routing.balance_loss().detach())
+            load_LE += routing.load_LE()
+            gradients.add(self._published.take_gradients())
         rate = self._optim.rate(self._num_steps)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
-        self._engine.step()
-        grad_norm = float(self._engine.get_global_grad_norm())
-        if not math.isfinite(grad_norm):  # DeepSpeed has skipped the update without a word
+        grad_norm = self._optimizer.update(gradients, lr=rate)
+        if not math.isfinite(grad_norm):
             raise NonFiniteLossError(
                 f"step {self._num_steps}: the loss is {total}, its gradient is not finite. Nothing was updated. Look at"
                 " the step's sequences and lower optim.lr"
             )
         self._num_steps += 1
-        return StepResult(loss=total, grad_norm=grad_norm, learning_rate=rate)
+        load_LE = groups.exact_sum(load_LE)
+        self._move_biases(load_LE)
+        clamped = self._optimizer.publish_into(self._published)
+        metrics = self._step_metrics(clamped, load_LE, balance_loss)
+        return StepResult(loss=total, grad_norm=grad_norm, learning_rate=rate, metrics=metrics)
 
     def masters(self) -> dict[str, Tensor]:
-        """Return a copy of every master (and of the frozen tensors), by canonical name."""
-        return {name: master.detach().clone() for name, master in self._masters.named().items()}
+        """Return a copy of every master, and the published value of every frozen tensor, by canonical name.
+        Collective."""
+        frozen = {name: value.detach().clone() for name, value in self._published.values.items()}
+        return {**frozen, **self._optimizer.masters()}
 
     def published(self) -> dict[str, PackedTensor]:
-        """Return every tensor's published bytes, quantised from the masters (frozen ones too)."""
-        return {name: pack_published(self._specs[name], master) for name, master in self._masters.named().items()}
-
-    def save(self, directory: Path) -> None:
-        """Write masters, optimizer state and step count into a new directory; the caller makes it atomic.
+        """Return every tensor's published bytes, frozen ones too: those that the next forward reads.
 
         Raises:
-            CheckpointError: the disk refuses; torch says of a full one only that a position was unexpected.
+            TrainerError: the forward's values are not those of the bytes.
         """
-        client_state = {"num_steps": self._num_steps}
+        return self._published.published()
+
+    def save(self, directory: Path) -> None:
+        """Write masters, optimizer state, gate biases and step count into a directory that all ranks see; the caller
+        makes it atomic. Collective.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
         try:
-            self._engine.save_checkpoint(str(directory), tag=_STATE_TAG, client_state=client_state)
-        except (OSError, RuntimeError) as error:
+            self._optimizer.save(directory)
+            if self._optimizer.groups.rank == 0:
+                save_file(self._gate_biases(), directory / _BIASES_NAME)
+                state = _SavedState(num_steps=self._num_steps)
+                (directory / _STATE_NAME).write_bytes(msgspec.json.encode(state))
+        except (OSError, RuntimeError, SafetensorError) as error:
             free_bytes = shutil.disk_usage(directory).free
             raise CheckpointError(
                 f"{directory} cannot be written ({free_bytes} bytes are free): {error}. Make room; the run goes on from"
@@ -211,38 +223,98 @@ class Trainer:
             ) from error
 
     def load(self, directory: Path) -> None:
-        """Take masters, optimizer state and step count from ``save``'s directory.
+        """Take masters, optimizer state, gate biases and step count from ``save``'s directory, whatever the number of
+        ranks that wrote it. Collective.
 
         Raises:
-            TrainerError: the directory holds no such state.
+            TrainerError: the directory holds no such state, or that of another model or optimizer.
         """
-        path, state = self._engine.load_checkpoint(str(directory), tag=_STATE_TAG)
-        if path is None:
-            raise TrainerError(f"{directory} holds no trainer state; resume from another checkpoint")
-        self._num_steps = int(state["num_steps"])
+        try:
+            state = msgspec.json.decode((directory / _STATE_NAME).read_bytes(), type=_SavedState)
+            self._optimizer.load(directory, num_steps=state.num_steps)
+            biases = load_file(directory / _BIASES_NAME)
+        except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+            raise TrainerError(
+                f"{directory} holds no trainer state that can be read: {error}. Resume from another checkpoint"
+            ) from error
+        self._num_steps = state.num_steps
+        for name in self._gate_biases():
+            self._published.replace(name, self._published.pack(name, biases[name]))
+        self._optimizer.publish_into(self._published)
+        self._published.take_flips()
 
+    def _routing(self, batch: ScoringBatch) -> Routing:
+        """Routes of one micro-batch: recorded ones replayed, and the balance loss collected where it counts."""
+        if self._balance.loss_weight == 0 or batch.sequence_weights is None:
+            return Routing(self._config, replay_TLK=batch.routes_TLK)
+        return Routing(
+            self._config,
+            replay_TLK=batch.routes_TLK,
+            sequence_lengths=batch.sequence_lengths,
+            sequence_weights=batch.sequence_weights,
+        )
 
-def _finite_everywhere(value: float) -> bool:
-    """Whether the number is finite on every rank: all stop together, or the others would wait for ever."""
-    is_finite = torch.tensor(int(math.isfinite(value)))
-    torch.distributed.all_reduce(is_finite, op=torch.distributed.ReduceOp.MIN)
-    return bool(is_finite)
+    def _backward(
+        self, index: int, batch: ScoringBatch, routing: Routing, loss_function: LossFunction, temperature: float
+    ) -> LossPart:
+        """Forward and backward of one micro-batch; its gradients are left with the published values."""
+        policy_logprobs_T, entropy_T = target_logprobs(
+            self._transformer, self._weights, batch, temperature=temperature, routing=routing
+        )
+        part = loss_function(index, policy_logprobs_T, entropy_T)
+        loss = part.loss
+        if self._balance.loss_weight > 0:
+            loss = loss + self._balance.loss_weight * routing.balance_loss()
+        self._require_finite(part)
+        loss.backward()
+        return part
 
+    def _require_finite(self, part: LossPart | None) -> None:
+        """Stop on every rank, or the others would wait for ever, where a loss is not finite on any. Collective."""
+        value = 0.0 if part is None else float(part.loss.detach())
+        if self._optimizer.groups.all_true(math.isfinite(value)):
+            return
+        self._published.take_gradients()
+        here = "no micro-batch" if part is None else f"{part.name}: the loss is {value}"
+        elsewhere = " here and not finite on another rank" if math.isfinite(value) else ""
+        worst = "unknown" if part is None else ", ".join(part.worst) or "unknown"
+        raise NonFiniteLossError(
+            f"step {self._num_steps}, {here}{elsewhere}; it must be finite. Nothing was updated. Worst sequences:"
+            f" {worst}. Look at them and lower optim.lr"
+        )
 
-def _parameter_groups(trained: nn.ParameterDict, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norms, sinks, biases, mixing terms) do not."""
-    matrices = [parameter for parameter in trained.values() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in trained.values() if parameter.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    def _gate_biases(self) -> dict[str, Tensor]:
+        return {
+            name: value.detach() for name, value in self._published.values.items() if name.endswith(".ffn.gate.bias")
+        }
 
+    def _score_routed_layers(self) -> list[int]:
+        config = self._config
+        return [layer for layer in range(config.num_hidden_layers) if not config.is_hash_layer(layer)]
 
-def _deepspeed_config(optim: OptimConfig) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": optim.max_grad_norm,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1_000_000_000,
-    }
+    def _move_biases(self, load_LE: Tensor) -> None:
+        speed = self._balance.bias_update_speed
+        if speed == 0:
+            return
+        for layer in self._score_routed_layers():
+            name = f"layers.{layer}.ffn.gate.bias"
+            bias_E = updated_bias(self._published.values[name].detach(), load_LE[layer], speed=speed)
+            self._published.replace(name, self._published.pack(name, bias_E))
+
+    def _step_metrics(self, clamped: int, load_LE: Tensor, balance_loss: float) -> tuple[Metric, ...]:
+        flipped, codes = self._published.take_flips()
+        busiest = [
+            float(load_LE[layer].max()) / float(load_LE[layer].float().mean()) for layer in self._score_routed_layers()
+        ]
+        metrics = [
+            Metric(name="quant/clamped_groups", numerator=clamped, denominator=1, per="step"),
+            Metric(name="quant/fp4_flip_rate", numerator=flipped, denominator=codes, per="code"),
+        ]
+        if busiest:
+            most = max(busiest)
+            metrics.append(Metric(name="actor/expert_load_max", numerator=most, denominator=1, per="step"))
+        if self._balance.loss_weight > 0:
+            metrics.append(
+                Metric(name="actor/balance_loss", numerator=balance_loss, denominator=1, per="step", reduction="sum")
+            )
+        return tuple(metrics)

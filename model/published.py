@@ -1,0 +1,158 @@
+"""The published weights as a trainer holds them: the bytes that engines load, and the values that its forward reads.
+
+    master --pack--> bytes --unpack--> value (a leaf of autograd)        the bytes are also what is published
+
+The forward reads nothing but values unpacked from the bytes that are handed out, so the weights trained are the
+weights sampled (docs/design.md, P4). Straight-through: the gradient of a value is that of its master. Masters
+themselves are the optimizer's (`optim_hybrid.py`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rollforward.kernels.quant.mxfp4 import mxfp4_clamped_groups
+from rollforward.model.config import ModelConfig
+from rollforward.model.errors import TrainerError
+from rollforward.model.matrices import LogicalMatrix
+from rollforward.model.precision import PackedTensor, pack_published, unpack_published
+from rollforward.model.shapes import TensorFormat, TensorSpec, param_specs, unstacked
+from rollforward.model.train_config import Precision
+
+QUANTISED: tuple[TensorFormat, ...] = ("mxfp4", "fp8", "bf16")
+"""Formats that a value loses digits in."""
+
+
+class PublishedWeights:
+    """Bytes and values of every tensor of a model, by canonical name; the same on every rank.
+
+    In ``fp32`` precision, which quantises nothing, values are the masters and bytes are packed when they are asked for.
+    """
+
+    def __init__(self, config: ModelConfig, named: Mapping[str, Tensor], precision: Precision) -> None:
+        """Pack canonical float32 tensors (int64 tables) and unpack them again."""
+        self._specs = {spec.name: spec for spec in param_specs(config)}
+        self._is_native = precision == "native"
+        self._packed: dict[str, PackedTensor] = {}
+        self._values: dict[str, Tensor] = {}
+        self._num_flipped = self._num_codes = 0
+        for spec in self._specs.values():
+            packed = self.pack(spec.name, named[spec.name])
+            self._packed[spec.name] = packed
+            # Never the caller's storage: plain formats share it.
+            self._values[spec.name] = unpack_published(packed).clone().requires_grad_(spec.trained)
+
+    @property
+    def values(self) -> Mapping[str, Tensor]:
+        """What the forward reads; trained ones collect a gradient. The tensors stay, their contents change."""
+        return self._values
+
+    @property
+    def quantised(self) -> dict[str, int]:
+        """Official tensors whose value passed through a format that loses digits, by format."""
+        counts: Counter[str] = Counter()
+        for name, packed in self._packed.items():
+            if packed.format in QUANTISED:
+                counts[packed.format] += len(unstacked(self._specs[name]))
+        return dict(counts)
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of every trained value since the last call, 0 where no backward pass reached it, and
+        forget it."""
+        found: dict[str, Tensor] = {}
+        for name, value in self._values.items():
+            if value.requires_grad:
+                found[name] = torch.zeros_like(value) if value.grad is None else value.grad
+                value.grad = None
+        return found
+
+    def pack(self, name: str, master: Tensor) -> PackedTensor:
+        """Return the bytes that a master of the whole tensor, or of one of its stacked experts, becomes."""
+        return pack_published(self._format_of(name), master)
+
+    def replace(self, name: str, packed: PackedTensor) -> None:
+        """Take new bytes of a whole tensor; what was handed out before keeps the old ones."""
+        before = self._packed[name]
+        if packed.format == "mxfp4":
+            flipped = torch.bitwise_xor(before.data, packed.data)
+            self._num_flipped += int(((flipped & 0x0F) != 0).sum()) + int(((flipped & -16) != 0).sum())
+            self._num_codes += 2 * flipped.numel()
+        self._packed[name] = packed
+        with torch.no_grad():
+            self._values[name].copy_(unpack_published(packed))
+
+    def num_bytes(self, experts: Sequence[LogicalMatrix]) -> int:
+        """Return the bytes of some expert matrices, as `packed_bytes` puts them end to end."""
+        return sum(part[0].nbytes for matrix in experts for part in _parts(self._packed[matrix.tensor]))
+
+    def replace_experts(self, shares: Iterable[tuple[Sequence[LogicalMatrix], Tensor]]) -> None:
+        """Take new bytes of routed experts.
+
+        Args:
+            shares: expert matrices and their `packed_bytes`, which may be longer; together all experts of each tensor
+                that is named.
+        """
+        stacked: dict[str, PackedTensor] = {}
+        for matrices, raw in shares:
+            position = 0
+            for matrix in matrices:
+                target = stacked.setdefault(matrix.tensor, _empty_like(self._packed[matrix.tensor]))
+                for part in _parts(target):
+                    destination = part[matrix.expert].view(torch.uint8)
+                    end = position + destination.numel()
+                    destination.copy_(raw[position:end].view(destination.shape))
+                    position = end
+        for name, packed in stacked.items():
+            self.replace(name, packed)
+
+    def clamped_groups(self, name: str, master: Tensor) -> int:
+        """Return how many groups of a master the clamped-group policy raises; 0 where it is not published in FP4."""
+        return mxfp4_clamped_groups(master) if self._format_of(name).format == "mxfp4" else 0
+
+    def take_flips(self) -> tuple[int, int]:
+        """Return how many FP4 codes `replace` changed since the last call, and of how many."""
+        counts = self._num_flipped, self._num_codes
+        self._num_flipped = self._num_codes = 0
+        return counts
+
+    def published(self) -> dict[str, PackedTensor]:
+        """Return the bytes of every tensor, proven to be those of the values that the forward reads.
+
+        Raises:
+            TrainerError: a value is not what its bytes say; names the tensors. Nothing may be published.
+        """
+        wrong = [name for name, packed in self._packed.items() if not self._holds(name, packed)]
+        if wrong:
+            raise TrainerError(
+                f"{', '.join(wrong[:5])}: the forward's values are not those of the bytes to be published"
+                f" ({len(wrong)} tensors). Something wrote to them; resume from the last checkpoint"
+            )
+        if self._is_native:
+            return dict(self._packed)
+        return {name: pack_published(spec, self._values[name]) for name, spec in self._specs.items()}
+
+    def _holds(self, name: str, packed: PackedTensor) -> bool:
+        return torch.equal(self._values[name].view(torch.uint8), unpack_published(packed).view(torch.uint8))
+
+    def _format_of(self, name: str) -> TensorSpec:
+        spec = self._specs[name]
+        if self._is_native or spec.format == "int64":
+            return spec
+        return TensorSpec(name=name, shape=spec.shape, format="fp32", trained=spec.trained)
+
+
+def packed_bytes(matrices: Sequence[PackedTensor]) -> Tensor:
+    """Return the bytes of packed matrices one after another, uint8 [S]: data, then scales, of each."""
+    parts = [part.contiguous().view(torch.uint8).reshape(-1) for packed in matrices for part in _parts(packed)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+
+
+def _parts(packed: PackedTensor) -> tuple[Tensor, ...]:
+    return (packed.data,) if packed.scale is None else (packed.data, packed.scale)
+
+
+def _empty_like(packed: PackedTensor) -> PackedTensor:
+    scale = None if packed.scale is None else torch.empty_like(packed.scale)
+    return PackedTensor(format=packed.format, data=torch.empty_like(packed.data), scale=scale)
