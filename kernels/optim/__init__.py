@@ -1,0 +1,1 @@
+"""What an optimizer step computes beyond elementwise arithmetic: orthogonal directions, unbiased rounding."""
