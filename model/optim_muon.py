@@ -19,8 +19,7 @@ from rollforward.model.matrices import LogicalMatrix
 from rollforward.model.train_config import HybridMuon
 
 MAX_BATCH_ELEMENTS = 1 << 25
-"""Most elements that are orthogonalised at once (a single larger matrix still is): a step allocates about ten times that
-many floats."""
+"""Most elements that are orthogonalised at once (a single larger matrix still is); bounds what a step allocates."""
 
 _PRODUCTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -1,5 +1,5 @@
-"""Proves: only the two neighbours come out, with the right probabilities; no bias over elements or over keys; the random
-numbers behind it are uniform and uncorrelated; special values; and that bits depend on key and index alone.
+"""Proves: only the two neighbours come out, with the right probabilities; no bias over elements or over keys; random
+numbers that are uniform and uncorrelated; special values; and that bits depend on key and index alone.
 
 Statistical bounds are at six or more standard deviations, and seeds are fixed: a failure is a fault.
 """
