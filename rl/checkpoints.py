@@ -1,19 +1,26 @@
 """Checkpoints of a run: a directory that is whole or absent, and the choice of the one to go on from.
 
 checkpoints/step_000040/   state.json (where the loop stands, and a hash of every other file) and what the learner wrote
+
+    .step_000040.partial written --> durable --> read back, hashes as written --renamed--> step_000040 --> old ones go
+
+Until the rename the checkpoint before is the newest, and no old one goes before it.
 """
 
 import hashlib
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from rollforward.conf.console import say
 from rollforward.model.checkpoint import sync_path
+from rollforward.rl.errors import CheckpointWriteError
 from rollforward.rl.prompts import DataCursor
 from rollforward.rl.tracker import TrackerState
+from rollforward.rollout.replica import LogStats
 
 CHECKPOINTS_NAME = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
@@ -35,6 +42,9 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Largest difference so far between a token's probability in the engine and in training (RL)."""
     tracker: TrackerState | None = None
     """Where the tracker stands; None before the first checkpoint."""
+    log_positions: dict[str, int] = {}
+    """Replica -> sequence number of the last durable record of its token log (RL). Nothing is in flight when a
+    checkpoint is taken, so the groups of the next step begin behind it."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,21 +66,29 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        CheckpointWriteError: it does not read back as it was written. The ones before are untouched.
     """
     root.mkdir(parents=True, exist_ok=True)
     target = root / f"step_{state.step:06d}"
     partial = root / f".{target.name}.partial"
-    for leftover in (partial, target):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+    for leftover in root.glob(".step_*.partial"):
+        shutil.rmtree(leftover)
     partial.mkdir()
     write(partial)
     record = _Record(state=state, files=_file_hashes(partial))
     (partial / STATE_NAME).write_bytes(msgspec.json.encode(record))
     _sync_tree(partial)
+    _validate(partial, record)
+    if target.exists():  # damaged, or the run would have gone on from it
+        shutil.rmtree(target)
     partial.rename(target)
     sync_path(root)
-    for old in sorted(root.glob("step_*"))[:-keep]:
+    # Newer ones are damaged too: kept, they would count, and be named at every restart.
+    written = sorted(root.glob("step_*"))
+    older = written.index(target) + 1
+    for old in (*written[: max(older - keep, 0)], *written[older:]):
         shutil.rmtree(old)
     return target
 
@@ -95,13 +113,12 @@ def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:
     has_damage = False
     for directory in sorted(root.glob("step_*"), reverse=True):
         try:
-            record = msgspec.json.decode((directory / STATE_NAME).read_bytes(), type=_Record)
-            found = _file_hashes(directory)
+            record, wrong = _read_back(directory)
         except (OSError, msgspec.MsgspecError) as error:
             say(f"checkpoint {directory} is damaged: {error}")
             has_damage = True
             continue
-        if wrong := sorted(name for name, digest in record.files.items() if found.get(name) != digest):
+        if wrong:
             say(f"checkpoint {directory} is damaged: {', '.join(wrong)}")
             has_damage = True
             continue
@@ -111,6 +128,65 @@ def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:
     if has_damage:
         say("no checkpoint is whole; going on from the start of the run")
     return None
+
+
+def log_positions(stats: Sequence[LogStats]) -> dict[str, int]:
+    """Return where the replicas' token logs end, by replica: `LoopState.log_positions`."""
+    return {one.replica: one.position for one in stats}
+
+
+def name_lost_logs(state: LoopState, stats: Sequence[LogStats]) -> None:
+    """Say of every token log that it ends before the checkpoint that the run goes on from, and by how much.
+
+    The run goes on: the checkpoint covers the steps whose tokens are lost, and later ones are drawn again to the same
+    bits on the same kind of machine. But somebody should know that a disk lost what was promised to be kept.
+    """
+    ends = log_positions(stats)
+    for replica, position in state.log_positions.items():
+        if (end := ends.get(replica, -1)) < position:
+            say(
+                f"WARNING: the token log of {replica} ends at record {end}, but the checkpoint of step {state.step} was"
+                f" taken at record {position}: {position - end} durable records are lost. The checkpoint has what was"
+                " learned from them, and what it does not cover is drawn again. Look at the disk of the run directory"
+                " (with rollout.wal.level=process a power cut is enough)"
+            )
+
+
+def _validate(directory: Path, record: _Record) -> None:
+    """Read everything back, from the device where the kernel lets go of its copy.
+
+    Raises:
+        CheckpointWriteError: something differs from what was written.
+    """
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        found, wrong = _read_back(directory)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointWriteError(f"{directory} cannot be read back: {error}. {_FAULTY}") from error
+    if wrong or found != record:
+        raise CheckpointWriteError(
+            f"{directory}: {', '.join(wrong) or STATE_NAME} reads back differently from what was written. {_FAULTY}"
+        )
+
+
+_FAULTY = (
+    "The disk or the memory is faulty; the checkpoint before it is kept. `rollforward resume` with the run's directory"
+    " goes on from it, on a machine that can be trusted"
+)
+
+
+def _read_back(directory: Path) -> tuple[_Record, list[str]]:
+    """What state.json says, and the files that are not as it says.
+
+    Raises:
+        OSError, msgspec.MsgspecError: it cannot be read.
+    """
+    record = msgspec.json.decode((directory / STATE_NAME).read_bytes(), type=_Record)
+    found = _file_hashes(directory)
+    return record, sorted(name for name, digest in record.files.items() if found.get(name) != digest)
 
 
 def _file_hashes(directory: Path) -> dict[str, str]:

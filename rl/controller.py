@@ -35,7 +35,15 @@ from rollforward.conf.errors import RunDirError
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.answers import Answer, sampled_answers
 from rollforward.rl.batch import build_step_batch
-from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, restore, save_checkpoint
+from rollforward.rl.checkpoints import (
+    CHECKPOINTS_NAME,
+    LoopState,
+    is_due,
+    log_positions,
+    name_lost_logs,
+    restore,
+    save_checkpoint,
+)
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
@@ -339,6 +347,7 @@ class Controller:
     def _restore(self) -> LoopState:
         start = LoopState(step=0, cursor=self._prompts.start())
         state = restore(self._run_dir / CHECKPOINTS_NAME, self._learner.load, start)
+        name_lost_logs(state, self._rollout.log_stats())
         self._tracker.begin(state.tracker)
         self._retire_samples(state)
         return state
@@ -346,7 +355,8 @@ class Controller:
     def _save(self, state: LoopState) -> None:
         with self._timed("save_checkpoint"):
             root = self._run_dir / CHECKPOINTS_NAME
-            state = msgspec.structs.replace(state, tracker=self._tracker.state)
+            logged = log_positions(self._rollout.log_stats())
+            state = msgspec.structs.replace(state, tracker=self._tracker.state, log_positions=logged)
             save_checkpoint(root, state, self._learner.save, keep=self._run.keep_checkpoints)
             self._retire_samples(state)
 

@@ -51,6 +51,11 @@ class QuantisationError(RLError, RuntimeError):
     train other weights than the engines sample with."""
 
 
+class CheckpointWriteError(RLError, RuntimeError):
+    """A checkpoint does not read back as it was written: the disk, its path or the memory is faulty. Stop; the run goes
+    on from the checkpoint before, on another machine or disk."""
+
+
 class LostProcessError(RLError, RuntimeError):
     """A process of the run died. The run ends with a non-zero exit code; the same command goes on."""
 

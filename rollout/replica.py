@@ -27,8 +27,13 @@ from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashe
 
 
 class LogStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica wrote to its log, and what it took from it."""
+    """What a replica wrote to its log, what it took from it, and where the log ends."""
 
+    replica: str
+    """Its name."""
+    position: int
+    """Sequence number of the last durable record; it grows over restarts, and only a lost or damaged log has a smaller
+    one."""
     written: WalStats
     """Counters of the writer."""
     resumed: ResumeStats
@@ -104,8 +109,13 @@ class Replica:
         return self._problems
 
     def log_stats(self) -> LogStats:
-        """Return the log's counters since the replica was opened."""
-        return LogStats(written=self._log.stats(), resumed=self._engine.resume_stats())
+        """Return the log's counters since the replica was opened, and where it ends."""
+        return LogStats(
+            replica=self.name,
+            position=self._log.durable_seq,
+            written=self._log.stats(),
+            resumed=self._engine.resume_stats(),
+        )
 
     def close(self) -> None:
         """Make everything durable, give the log back, and end the environment."""

@@ -1,11 +1,31 @@
-"""Proves: a checkpoint is whole or absent, the newest whole one is taken, a damaged one is named, old ones go."""
+"""Proves: a checkpoint is whole or absent, the newest whole one is taken, a damaged one is named, old ones go; what
+does not read back as it was written never becomes one; a token log that lost records is named.
 
+That real kills leave the checkpoint before is in tests/faults/test_learner_crash.py.
+"""
+
+import shutil
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
-from rollforward.rl.checkpoints import STATE_NAME, LoopState, latest_checkpoint, save_checkpoint
+from rollforward.rl import checkpoints
+from rollforward.rl.checkpoints import (
+    STATE_NAME,
+    LoopState,
+    latest_checkpoint,
+    log_positions,
+    name_lost_logs,
+    save_checkpoint,
+)
+from rollforward.rl.errors import CheckpointWriteError
 from rollforward.rl.prompts import DataCursor
+from rollforward.rollout.replica import LogStats
+from rollforward.rollout.types import Request, RequestId, ResumeStats, SamplingParams
+from rollforward.rollout.wal import open_log
+from rollforward.rollout.wal_records import WalConfig
 
 
 def _state(step: int) -> LoopState:
@@ -90,3 +110,103 @@ def test_where_nothing_is_whole_the_run_begins_again_and_says_so(
     (tmp_path / "step_000001" / "data").write_text("")
     assert latest_checkpoint(tmp_path) is None
     assert "from the start of the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "state", "no state"])
+def test_what_reads_back_differently_never_becomes_a_checkpoint(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged between the write and the rename, as by a disk that does not keep what it took."""
+    save_checkpoint(tmp_path, _state(1), _write(), keep=1)  # type: ignore[arg-type]
+    sync_path = checkpoints.sync_path
+
+    def faulty(directory: Path) -> None:
+        sync_path(directory)
+        if not directory.name.endswith(".partial"):
+            return
+        file = directory / (STATE_NAME if "state" in damage else "data")
+        match damage:
+            case "flip":
+                file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+            case "cut":
+                file.write_bytes(file.read_bytes()[:-1])
+            case "state":
+                file.write_bytes(file.read_bytes().replace(b'"position":14', b'"position":15'))
+            case _:
+                file.unlink()
+
+    monkeypatch.setattr(checkpoints, "sync_path", faulty)
+    with pytest.raises(CheckpointWriteError, match="step_000002"):
+        save_checkpoint(tmp_path, _state(2), _write(), keep=1)  # type: ignore[arg-type]
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1] == _state(1), "the one before is whole and is taken"
+    monkeypatch.undo()
+    save_checkpoint(tmp_path, _state(3), _write(), keep=1)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"], "leftovers of any step go"
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_newer_one_does_not_count_among_those_kept(tmp_path: Path, keep: int) -> None:
+    """A run that went back to step 2 and saves again must not lose that for the damaged one of step 9."""
+    for step in (2, 9):
+        save_checkpoint(tmp_path, _state(step), _write(), keep=3)  # type: ignore[arg-type]
+    (tmp_path / "step_000009" / "data").write_text("")
+    save_checkpoint(tmp_path, _state(3), _write(), keep=keep)  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"][-keep:]
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1] == _state(3)
+
+
+def test_a_state_without_positions_is_read(tmp_path: Path) -> None:
+    """Checkpoints written before there were any."""
+    save_checkpoint(tmp_path, _state(1), _write(), keep=1)  # type: ignore[arg-type]
+    file = tmp_path / "step_000001" / STATE_NAME
+    text = file.read_text()
+    assert '"log_positions":{}' in text
+    file.write_text(text.replace(',"log_positions":{}', ""))
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1] == _state(1)
+
+
+def _logged(directory: Path, name: str, prompts: range) -> LogStats:
+    """Stats of a real log to which some requests are appended."""
+    writer, _ = open_log(directory / name, stream=name, config=WalConfig(level="process"))
+    with writer:
+        for prompt in prompts:
+            sampling = SamplingParams(max_new_tokens=4)
+            request = Request(
+                id=RequestId(0, prompt, 0),
+                prompt_ids=np.arange(3, dtype=np.int32),
+                seed=prompt,
+                sampling=sampling,
+                policy_version=1,
+            )
+            seq = writer.append_open(request, slot=prompt)
+            writer.wait_durable(seq)
+        return LogStats(replica=name, position=writer.durable_seq, written=writer.stats(), resumed=ResumeStats())
+
+
+def test_a_log_that_lost_records_is_named_with_both_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Positions grow over restarts, also of a log to which nothing is added; one that is gone begins anew."""
+    first = [_logged(tmp_path, "engine-0", range(5)), _logged(tmp_path, "engine-1", range(2))]
+    state = msgspec.structs.replace(_state(4), log_positions=log_positions(first))
+    assert state.log_positions["engine-0"] - state.log_positions["engine-1"] == 3
+    again = [_logged(tmp_path, "engine-0", range(0)), _logged(tmp_path, "engine-1", range(0))]
+    name_lost_logs(state, again)
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(tmp_path / "engine-0")
+    lost = [_logged(tmp_path, "engine-0", range(1)), again[1]]
+    name_lost_logs(state, lost)
+    told = capsys.readouterr().err.splitlines()
+    end, position = lost[0].position, first[0].position
+    assert len(told) == 1
+    assert (
+        f"log of engine-0 ends at record {end}, but the checkpoint of step 4 was taken at record {position}" in told[0]
+    )
+    name_lost_logs(state, again[:1])
+    assert "log of engine-1 ends at record -1" in capsys.readouterr().err, "a replica that is gone"
