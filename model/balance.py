@@ -29,7 +29,7 @@ def sequence_balance_loss(
     asks the scores themselves to. f counts and has no gradient.
 
     Args:
-        scores_TE: [T, E] float32, >= 0, before the bias.
+        scores_TE: [T, E] float32 (float64 in tests), >= 0, before the bias.
         k: num_experts_per_tok.
         sequence_lengths: tokens of each sequence, end to end; they sum to T.
         sequence_weights: what each sequence's loss counts.
@@ -52,7 +52,7 @@ def sequence_balance_loss(
         )
     length_B = torch.tensor(sequence_lengths)
     sequence_T = torch.repeat_interleave(length_B)
-    experts_TK = select_experts(scores_TE, scores_TE.new_zeros(num_experts), k=k)
+    experts_TK = select_experts(scores_TE.float(), torch.zeros(num_experts), k=k)
     flat_TK = (sequence_T * num_experts).unsqueeze(1) + experts_TK
     count_BE = torch.bincount(flat_TK.flatten(), minlength=len(length_B) * num_experts).view(-1, num_experts)
     length_B1 = length_B.to(scores_TE.dtype).unsqueeze(1)

@@ -41,7 +41,8 @@ class Transformer:
             config: the model.
             precision: ``fp32`` or ``native``.
             recompute: a trunk forward with grad keeps only the input of every layer and runs the layer again in
-                backward: the memory of one layer for a third more products. No bit of values and gradients changes.
+                backward: the memory of one layer for a third more products. No bit of values and gradients changes, if
+                the weights do not change before the backward: torch cannot notice it here.
         """
         self.config = config
         self._recompute = recompute

@@ -108,3 +108,24 @@ def test_the_selection_bias_gets_no_gradient_and_the_gate_does():
     moe(weights, x_TD, torch.arange(10), config, FP32).sum().backward()
     assert weights.bias.grad is None
     assert weights.gate.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_a_router_sees_the_scores_before_the_bias_and_the_choice_and_decides(is_hashed):
+    config, weights, x_TD = make_case()
+    scores = torch.nn.functional.softplus(x_TD @ weights.gate.t()).sqrt()
+    live_TK = torch.topk(scores + weights.bias, config.num_experts_per_tok).indices
+    if is_hashed:
+        table = torch.stack([torch.tensor([token % 8, (token + 3) % 8]) for token in range(50)])
+        weights, live_TK = replaced(weights, tid2eid=table, bias=None), table[:10]
+    seen = []
+
+    def router(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        seen.append((scores_TE, experts_TK))
+        return (experts_TK + 1) % 8
+
+    output = moe(weights, x_TD, torch.arange(10), config, FP32, router=router)
+    ((seen_scores, seen_experts),) = seen
+    torch.testing.assert_close(seen_scores, scores, rtol=1e-5, atol=1e-6)
+    assert torch.equal(seen_experts, live_TK)
+    torch.testing.assert_close(output, expected_output(config, weights, x_TD, (live_TK + 1) % 8), rtol=1e-4, atol=1e-4)

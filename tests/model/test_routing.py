@@ -1,11 +1,15 @@
-"""Keep routing: what is replayed is what was recorded and changes no bit, routers learn under it, -1 chooses live."""
+"""Keep routing: what is replayed is what was recorded and changes no bit, routers learn under it, -1 chooses live.
+Loads count what was visited; the balance loss judges the layers that choose by score, and repeats bit for bit.
+"""
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from rollforward.model.balance import sequence_balance_loss
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ModelInputError
 from rollforward.model.routing import Routing
@@ -139,6 +143,172 @@ def test_routes_of_another_model_are_refused() -> None:
         Routing(config, replay_TLK=torch.full((5, layers, slots), config.n_routed_experts, dtype=torch.int16))
     with pytest.raises(ModelInputError, match="routes of 5 tokens for a batch of 113"):
         Case().record(replay_TLK=torch.zeros(5, layers, slots, dtype=torch.int16))
+
+
+def _scores(num_tokens: int, seed: int) -> Tensor:
+    return torch.rand(num_tokens, tiny_config().n_routed_experts, generator=torch.Generator().manual_seed(seed)) + 0.1
+
+
+def test_a_router_repeats_its_first_visit_and_records_it_once() -> None:
+    config = tiny_config()
+    routing = Routing(config, sequence_lengths=(2, 3), sequence_weights=(0.5, 0.5))
+    first_TK, second_TK = torch.tensor([[0, 1]] * 5), torch.tensor([[2, 3]] * 5)
+    for layer in range(config.num_hidden_layers):
+        router = routing.router(layer)
+        assert torch.equal(router(_scores(5, layer), first_TK), first_TK)
+        again_TK = router(_scores(5, layer), second_TK)
+        assert torch.equal(again_TK, first_TK)
+        assert again_TK.dtype == torch.int64
+    loss = routing.balance_loss()
+    assert routing.taken_TLK().shape == (5, *_shape())
+    assert routing.load_LE().tolist() == [[5, 5] + [0] * (config.n_routed_experts - 2)] * config.num_hidden_layers
+    expected = sum(
+        sequence_balance_loss(_scores(5, layer), k=2, sequence_lengths=(2, 3), sequence_weights=(0.5, 0.5))
+        for layer in range(config.num_hash_layers, config.num_hidden_layers)
+    )
+    assert isinstance(expected, Tensor)
+    assert different_bits(loss, expected) == 0
+
+
+def test_a_routing_serves_one_forward() -> None:
+    case = Case()
+    routing = Routing(case.config)
+    weights = build_weights(case.config, case.masters)
+    arguments = (weights, case.token_T, packed_batch(case.config, LENGTHS))
+    case.transformer.streams(*arguments, routing=routing)
+    with pytest.raises(AssertionError, match="serves one forward"):
+        case.transformer.streams(*arguments, routing=routing)
+
+
+def test_loads_count_the_visits_and_do_not_depend_on_order_or_batch() -> None:
+    case = Case()
+    config, weights = case.config, build_weights(case.config, published_tensors(case.config, case.masters))
+
+    def loads(sequences: list[Tensor]) -> Tensor:
+        routing = Routing(config)
+        with torch.no_grad():
+            batch = packed_batch(config, [len(tokens) for tokens in sequences])
+            case.transformer.streams(weights, torch.cat(sequences), batch, routing=routing)
+        for layer in range(config.num_hidden_layers):
+            for expert in range(config.n_routed_experts):
+                assert int(routing.load_LE()[layer, expert]) == int((routing.taken_TLK()[:, layer] == expert).sum())
+        return routing.load_LE()
+
+    first, second, third = case.token_T.split(LENGTHS)
+    together_LE = loads([first, second, third])
+    assert together_LE.dtype == torch.int64
+    assert torch.equal(loads([third, first, second]), together_LE)
+    assert torch.equal(loads([first]) + loads([third, second]), together_LE)
+    assert together_LE.sum(1).tolist() == [len(case.token_T) * config.num_experts_per_tok] * config.num_hidden_layers
+
+
+def _balanced(case: Case, **replay: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The balance loss of a forward whose log-probs nobody uses, and its gradients."""
+    for master in case.masters.values():
+        master.grad = None
+    routing = Routing(case.config, sequence_lengths=LENGTHS, sequence_weights=(0.5, 0.25, 0.25), **replay)
+    weights = build_weights(case.config, published_tensors(case.config, case.masters))
+    case.transformer.streams(weights, case.token_T, packed_batch(case.config, LENGTHS), routing=routing)
+    loss = routing.balance_loss()
+    loss.backward()
+    return loss.detach(), {name: master.grad for name, master in case.masters.items()}
+
+
+def test_the_balance_loss_reaches_the_routers_that_choose_and_repeats_bit_for_bit() -> None:
+    case = Case()
+    loss, gradients = _balanced(case)
+    config = case.config
+    choosing = config.num_hidden_layers - config.num_hash_layers
+    assert loss.shape == ()
+    assert 0.9 * choosing < float(loss) < choosing * config.n_routed_experts / config.num_experts_per_tok
+    last = config.num_hidden_layers - 1
+    for layer in range(config.num_hash_layers, config.num_hidden_layers):
+        gate = gradients[f"layers.{layer}.ffn.gate.weight"]
+        assert gate is not None
+        assert bool(gate.any())
+        assert gradients[f"layers.{layer}.ffn.gate.bias"] is None
+    # Nothing after the last router.
+    for name in (f"layers.{last}.ffn.experts.w1.weight", "head.weight", "norm.weight"):
+        gradient = gradients[name]
+        assert gradient is None or not bool(gradient.any()), name
+    for _ in range(3):
+        again, repeated = _balanced(case)
+        assert different_bits(again, loss) == 0
+        for name, gradient in gradients.items():
+            other = repeated[name]
+            assert (gradient is None) == (other is None)
+            assert gradient is None or other is None or different_bits(gradient, other) == 0, name
+
+
+def test_a_small_step_against_its_gradient_lowers_the_balance_loss() -> None:
+    case = Case("fp32")
+    case.transformer = Transformer(case.config, "fp32")
+    before, gradients = _balanced(case)
+    name = f"layers.{case.config.num_hidden_layers - 1}.ffn.gate.weight"
+    gradient = gradients[name]
+    assert gradient is not None
+    with torch.no_grad():
+        case.masters[name] -= 0.05 * gradient / gradient.norm()
+    assert float(_balanced(case)[0]) < float(before)
+
+
+def test_no_balance_loss_is_an_exact_zero() -> None:
+    config = tiny_config()
+    routing = Routing(config)
+    for layer in range(config.num_hidden_layers):
+        routing.router(layer)(_scores(5, layer), torch.tensor([[0, 1]] * 5))
+    assert different_bits(routing.balance_loss(), torch.tensor(0.0)) == 0
+    hashed = msgspec.structs.replace(config, num_hash_layers=config.num_hidden_layers)
+    routing = Routing(hashed, sequence_lengths=[5], sequence_weights=[1.0])
+    for layer in range(config.num_hidden_layers):
+        routing.router(layer)(_scores(5, layer), torch.tensor([[0, 1]] * 5))
+    assert different_bits(routing.balance_loss(), torch.tensor(0.0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "weights", "message"),
+    [
+        ((5,), None, "sequence_lengths has 1 entries and sequence_weights none"),
+        (None, (1.0,), "sequence_lengths has none and sequence_weights 1 entries"),
+        ((5, 6), (1.0,), "2 entries and sequence_weights 1 entries"),
+        ((5,), (float("nan"),), "a finite weight"),
+        ((5,), (float("inf"),), "a finite weight"),
+        ((5, 0), (1.0, 1.0), "a length >= 1"),
+    ],
+)
+def test_sequences_that_do_not_belong_together_are_refused(lengths: Any, weights: Any, message: str) -> None:
+    with pytest.raises(ModelInputError, match=message):
+        Routing(tiny_config(), sequence_lengths=lengths, sequence_weights=weights)
+
+
+def test_sequences_of_another_batch_are_refused() -> None:
+    case = Case()
+    routing = Routing(case.config, sequence_lengths=(40, 3), sequence_weights=(1.0, 1.0))
+    weights = build_weights(case.config, case.masters)
+    with pytest.raises(ModelInputError, match="sum to 43, the batch has 113 tokens"):
+        case.transformer.streams(weights, case.token_T, packed_batch(case.config, LENGTHS), routing=routing)
+
+
+def test_a_routing_that_is_handed_to_the_scorer_replaces_the_batchs_routes() -> None:
+    case = Case(seed=2)
+    foreign_TLK = Case(seed=1).record()[1]
+    weights = build_weights(case.config, published_tensors(case.config, case.masters))
+    batch = ScoringBatch(
+        token_ids_T=case.token_T,
+        sequence_lengths=LENGTHS,
+        target_ids_T=case.token_T.roll(-1),
+        scored_mask_T=torch.ones(len(case.token_T), dtype=torch.bool),
+        sequence_weights=(0.2, 0.3, 0.5),
+        routes_TLK=foreign_TLK,
+    )
+    routing = Routing(case.config, replay_TLK=foreign_TLK)
+    with torch.no_grad():
+        handed = target_logprobs(case.transformer, weights, batch, temperature=0.7, routing=routing)
+        made = target_logprobs(case.transformer, weights, batch, temperature=0.7)
+        live = target_logprobs(case.transformer, weights, batch, temperature=0.7, routing=Routing(case.config))
+    assert torch.equal(routing.taken_TLK(), foreign_TLK)
+    assert different_bits(handed[0], made[0]) == 0
+    assert different_bits(live[0], made[0]) > 0
 
 
 def test_a_kept_set_renormalises_and_the_rest_of_the_vocabulary_gets_no_gradient() -> None:
