@@ -1,9 +1,16 @@
 """Joining the process group of the learner's ranks."""
 
 import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+
+from rollforward.conf.errors import first_line
+from rollforward.model.errors import RankLostError, TrainerError
+
+OPERATION_TIMEOUT_S = 1800.0
+"""How long a rank waits for another that is alive: longer than a pass over its micro-batches takes."""
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
 
@@ -18,17 +25,36 @@ def new_rendezvous(directory: Path) -> Path:
     return directory / f"{_RENDEZVOUS_PREFIX}{uuid.uuid4().hex}"
 
 
-def join_group(rendezvous: Path, *, rank: int, num_ranks: int) -> None:
+def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float = OPERATION_TIMEOUT_S) -> None:
     """Join a gloo group through a file that all ranks see.
+
+    A rank whose process ends breaks its connections, and whoever waits for it gets an error at once. One that hangs,
+    or whose machine loses power, is given up after the timeout: also where a group never becomes complete.
 
     Args:
         rendezvous: from ``new_rendezvous``; its folder must exist and be shared by the ranks.
         rank: in [0, num_ranks).
         num_ranks: size of the group; every rank must join.
+        timeout_s: how long a rank waits for the others, here and in each later operation of the group; at least 0.001.
+
+    Raises:
+        RankLostError: not all ranks joined in time.
     """
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{rendezvous.resolve()}", rank=rank, world_size=num_ranks
-    )
+    if timeout_s < 0.001:  # gloo counts milliseconds, and takes none for no limit
+        raise TrainerError(f"timeout_s is {timeout_s}; ranks wait for each other for 0.001 s at least. Leave it out")
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous.resolve()}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise RankLostError(
+            f"rank {rank} met no group of {num_ranks} ranks at {rendezvous} within {timeout_s:g} s; all must come. Look"
+            f" at the others' logs and start all again. gloo says: {first_line(error)}"
+        ) from error
 
 
 def leave_group() -> None:

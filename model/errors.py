@@ -38,3 +38,7 @@ class TrainerError(ModelError, ValueError):
 
 class NonFiniteLossError(ModelError, RuntimeError):
     """A loss or its gradient is NaN or infinite. Nothing was updated; the run stops with a non-zero exit code."""
+
+
+class RankLostError(ModelError, RuntimeError):
+    """Another rank of the learner died or did not answer in time. The caller ends all ranks and resumes the run."""

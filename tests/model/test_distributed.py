@@ -1,8 +1,15 @@
-"""Proves: a rendezvous is fresh, and those that killed groups left are removed."""
+"""Proves: a rendezvous is fresh, those that killed groups left are removed, a group with a rank missing is given up.
+
+What happens when a rank of a complete group dies or hangs: test_collectives.py.
+"""
 
 from pathlib import Path
 
-from rollforward.model.distributed import new_rendezvous
+import pytest
+
+from rollforward.model.distributed import join_group, leave_group, new_rendezvous
+from rollforward.model.errors import RankLostError, TrainerError
+from tests.helpers.ranks import run_on_ranks
 
 
 def test_a_rendezvous_is_fresh_and_old_ones_go(tmp_path: Path) -> None:
@@ -14,3 +21,15 @@ def test_a_rendezvous_is_fresh_and_old_ones_go(tmp_path: Path) -> None:
     second = new_rendezvous(tmp_path)
     assert second != first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def waits_for_nobody(_rank: int, directory: str) -> None:
+    leave_group()
+    with pytest.raises(RankLostError, match=r"rank 0 met no group of 2 ranks at .*/alone within 1 s; all must come"):
+        join_group(Path(directory) / "alone", rank=0, num_ranks=2, timeout_s=1.0)
+    with pytest.raises(TrainerError, match=r"timeout_s is 0\.0"):
+        join_group(Path(directory) / "never", rank=0, num_ranks=1, timeout_s=0.0)
+
+
+def test_a_group_that_never_becomes_complete_is_given_up(tmp_path: Path) -> None:
+    run_on_ranks(waits_for_nobody, 1, tmp_path, str(tmp_path))
