@@ -1,7 +1,7 @@
 """Step batches: the shift to predicting positions, weights by hand, exclusions, packing that depends on nothing but
 the step.
 
-That losses built on these weights are invariant is proved in test_losses.py.
+That losses built on these weights are invariant is proved in test_loss_invariance.py.
 """
 
 import itertools
@@ -109,12 +109,14 @@ def test_several_turns_train_only_what_the_policy_drew() -> None:
     assert packed.behavior_logprobs_T.tolist() == [-0.5, -0.25, 0.0, 0.0, -1.0, 0.0]
 
 
-def test_weights_of_both_normalisations_worked_by_hand() -> None:
-    """Trajectories of 1 and 3 tokens. trajectory_mean: 1/(1 x 2) and 1/(3 x 2). token_mean: 1/4 each."""
+def test_weights_of_every_normalisation_worked_by_hand() -> None:
+    """Trajectories of 1 and 3 tokens. trajectory_mean: 1/(1 x 2) and 1/(3 x 2). token_mean: 1/4 each. constant, of 8
+    tokens that were allowed: 1/(2 x 8) each, although 4 of 16 were drawn."""
     groups = [_group(0, _trajectory(0, 0, 1.0, 1), _trajectory(0, 1, 0.0, 3))]
-    expected = {"trajectory_mean": (1 / 2, 1 / 6), "token_mean": (1 / 4, 1 / 4)}
+    expected = {"trajectory_mean": (1 / 2, 1 / 6), "token_mean": (1 / 4, 1 / 4), "constant": (1 / 16, 1 / 16)}
     for normalisation, weights in expected.items():
-        batch = _build(groups, normalisation=normalisation)
+        batch = _build(groups, normalisation=normalisation, max_new_tokens=8)
+        assert [row.token_weight for row in batch.rows] == list(weights)
         for packed, weight in zip(batch.trajectories, weights, strict=True):
             assert set(packed.token_weight_T[packed.trained_mask_T].tolist()) == {np.float32(weight)}
 
@@ -125,6 +127,42 @@ def test_weights_of_a_step_sum_to_one(normalisation: str) -> None:
     assert _total_weight(batch.trajectories) == pytest.approx(1.0, abs=1e-6)
     for budget in (12, 40, 10_000):
         assert _total_weight(micro_batches(batch, budget)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_constant_weights_sum_to_the_share_of_the_budget_that_was_used() -> None:
+    batch = _build(_step(), normalisation="constant", max_new_tokens=10)
+    share = batch.num_trained_tokens / (len(batch.rows) * 10)
+    assert 0 < share < 1
+    for batches in (batch.trajectories, micro_batches(batch, 12), micro_batches(batch, 10_000)):
+        assert _total_weight(batches) == pytest.approx(share, abs=1e-6)
+
+
+def test_constant_weights_know_no_length() -> None:
+    """Another trajectory becomes three times as long: no weight moves, where both means change those of its
+    neighbours or its own."""
+    short = [_group(0, _trajectory(0, 0, 1.0, 3), _trajectory(0, 1, 0.0, 3))]
+    long = [_group(0, _trajectory(0, 0, 1.0, 3), _trajectory(0, 1, 0.0, 9))]
+    for normalisation, is_equal in (("constant", True), ("trajectory_mean", False), ("token_mean", False)):
+        options = {"normalisation": normalisation, "max_new_tokens": 16}
+        weights = [[row.token_weight for row in _build(groups, **options).rows] for groups in (short, long)]
+        assert (weights[0] == weights[1]) is is_equal
+
+
+def test_constant_weights_count_what_is_trained() -> None:
+    """Of three trajectories one is masked and one was lost: 1/(1 x 8)."""
+    members = [
+        _trajectory(0, 0, 1.0),
+        _trajectory(0, 1, 0.0, stop_reason=StopReason.LENGTH),
+        _trajectory(0, 2, None, failure=FailureType.INFRA),
+    ]
+    batch = _build([_group(0, *members)], normalisation="constant", max_new_tokens=8, truncation="mask")
+    assert [row.token_weight for row in batch.rows] == [1 / 8]
+
+
+@pytest.mark.parametrize("budget", [None, 0, -1])
+def test_constant_weights_need_the_budget(budget: int | None) -> None:
+    with pytest.raises(BatchError, match=rf"max_new_tokens is {budget}; .*'constant'.*sampling\.max_new_tokens"):
+        _build(_step(), normalisation="constant", max_new_tokens=budget)
 
 
 def test_completion_order_changes_nothing() -> None:

@@ -2,12 +2,23 @@
 
 import subprocess
 import sys
+import typing
 from typing import Any
 
 import msgspec
 import pytest
 
-from rollforward.rl.algorithms import GRPO, Algorithm
+from rollforward.rl.algorithms import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    TIS,
+    Algorithm,
+    DrGRPO,
+    DynamicSampling,
+    IcePop,
+)
 from rollforward.rl.config import CheckpointModel, EvalRun, FreshModel, RLRun, SFTRun
 
 TASK = {"type": "reasoning_gym", "name": "sum", "dataset": "chain_sum"}
@@ -157,6 +168,114 @@ def test_wrong_values_of_other_runs_are_refused(root: type, path: str, value: An
 def test_the_algorithm_is_told_apart_by_its_type() -> None:
     assert msgspec.to_builtins(GRPO())["type"] == "grpo"
     assert msgspec.convert({"type": "grpo", "group_size": 4}, Algorithm).group_size == 4
+
+
+COMMON = {
+    "group_size": 8,
+    "kl_beta": 0.0,
+    "advantage_std": False,
+    "normalisation": "trajectory_mean",
+    "truncation": "keep",
+    "keep_routing": True,
+    "dynamic_sampling": None,
+}
+OWN: dict[type[Algorithm], dict[str, Any]] = {
+    GRPO: {"kl_beta": 0.001, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "opsm_delta": 0.1},
+    DAPO: {
+        "clip_eps_low": 0.2,
+        "clip_eps_high": 0.28,
+        "advantage_std": True,
+        "normalisation": "token_mean",
+        "dynamic_sampling": {"max_rounds": 4},
+    },
+    DrGRPO: {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "normalisation": "constant"},
+    GSPO: {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "advantage_std": True},
+    CISPO: {"clip_eps_low": 1.0, "clip_eps_high": 0.28, "advantage_std": True, "normalisation": "token_mean"},
+    TIS: {"cap": 2.0, "level": "token"},
+    IcePop: {"ratio_min": 0.5, "ratio_max": 5.0},
+}
+TYPES = {GRPO: "grpo", DAPO: "dapo", DrGRPO: "dr_grpo", GSPO: "gspo", CISPO: "cispo", TIS: "tis", IcePop: "icepop"}
+
+
+def test_every_algorithm_is_written_down_here() -> None:
+    assert set(OWN) == set(TYPES) == set(typing.get_args(Algorithm))
+
+
+@pytest.mark.parametrize("algorithm", OWN, ids=lambda algorithm: algorithm.__name__)
+def test_defaults_of_an_algorithm_and_its_type(algorithm: type[Algorithm]) -> None:
+    """Its own settings and no others: what an algorithm cannot use it does not have."""
+    expected = {"type": TYPES[algorithm], **COMMON, **OWN[algorithm]}
+    assert msgspec.to_builtins(algorithm()) == expected
+    assert msgspec.convert({"type": TYPES[algorithm]}, Algorithm) == algorithm()
+    assert msgspec.convert(_merged(RL, "algo", expected), RLRun).algo == algorithm()
+
+
+@pytest.mark.parametrize("kind", TYPES.values())
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("group_size", 1, r"group_size is 1; .* Set algo\.group_size=2"),
+        ("kl_beta", -1e-9, r"\$\.algo\.kl_beta"),
+        ("advantage_std", "yes", r"\$\.algo\.advantage_std"),
+        ("normalisation", "sum", r"\$\.algo\.normalisation"),
+        ("truncation", "drop", r"\$\.algo\.truncation"),
+        ("keep_routing", 1, r"\$\.algo\.keep_routing"),
+        ("dynamic_sampling", True, r"\$\.algo\.dynamic_sampling"),
+        ("dynamic_sampling", {"max_rounds": 1}, r"\$\.algo\.dynamic_sampling\.max_rounds"),
+        ("dynamic_sampling", {"rounds": 4}, r"unknown field `rounds`"),
+    ],
+)
+def test_wrong_values_that_every_algorithm_refuses(kind: str, field: str, value: Any, message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(_merged(RL, "algo", {"type": kind, field: value}), RLRun)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "bad", "good"),
+    [
+        *((kind, "clip_eps_low", bad, 0.999) for kind in ("grpo", "dapo", "dr_grpo", "gspo") for bad in (0.0, 1.0)),
+        *((kind, "clip_eps_high", 0.0, 9.0) for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo")),
+        ("cispo", "clip_eps_low", 0.0, 1.0),
+        ("cispo", "clip_eps_low", 1.001, 0.001),
+        ("grpo", "opsm_delta", 0.0, None),
+        ("tis", "cap", 0.0, 0.001),
+        ("tis", "level", "geometric", "sequence"),
+        ("icepop", "ratio_min", 0.0, 0.001),
+        ("icepop", "ratio_min", 1.0, 0.999),
+        ("icepop", "ratio_max", 1.0, 1.001),
+    ],
+)
+def test_bounds_of_an_algorithms_own_settings(kind: str, field: str, bad: Any, good: Any) -> None:
+    with pytest.raises(msgspec.ValidationError, match=rf"\$\.algo\.{field}"):
+        msgspec.convert(_merged(RL, "algo", {"type": kind, field: bad}), RLRun)
+    assert getattr(msgspec.convert(_merged(RL, "algo", {"type": kind, field: good}), RLRun).algo, field) == good
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("tis", "clip_eps_low"),
+        ("icepop", "clip_eps_high"),
+        ("dapo", "opsm_delta"),
+        ("grpo", "cap"),
+        ("tis", "ratio_min"),
+        ("icepop", "level"),
+    ],
+)
+def test_a_setting_of_another_algorithm_is_refused(kind: str, field: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=f"unknown field `{field}`"):
+        msgspec.convert(_merged(RL, "algo", {"type": kind, field: 0.5}), RLRun)
+
+
+def test_dynamic_sampling_is_a_choice_of_every_algorithm() -> None:
+    for kind in TYPES.values():
+        for value, expected in (
+            ({}, DynamicSampling(max_rounds=4)),
+            ({"max_rounds": 2}, DynamicSampling(max_rounds=2)),
+            (None, None),
+        ):
+            algo = {"type": kind, "dynamic_sampling": value}
+            assert msgspec.convert(_merged(RL, "algo", algo), RLRun).algo.dynamic_sampling == expected
 
 
 def test_the_schema_imports_neither_torch_nor_ray() -> None:
