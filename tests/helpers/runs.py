@@ -136,6 +136,9 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
         precision=run.precision,
         temperature=run.sampling.temperature,
         threads=1,
+        balance=run.balance,
+        recompute=run.recompute,
+        seed=run.seed,
     )
     learner = Learner(settings)
     replicas = [
