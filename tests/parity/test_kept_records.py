@@ -1,5 +1,6 @@
 """Proves promise P3 where the engine recorded more than log-probs: with kept sets and replayed routes, over turns with
-observations, through groups, batches and micro-batches, the trainer's log-probs are the engine's bit for bit.
+observations, segments, preemptions, groups, batches and micro-batches, the trainer's log-probs are the engine's bit for
+bit.
 
 The replay itself is proved in tests/model/test_routing.py; what the engine records in tests/rollout/engine.
 """
@@ -17,11 +18,14 @@ from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.scoring import ScoringBatch
 from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossPart, Trainer
-from rollforward.rl.batch import PackedBatch, build_step_batch, concatenate
 from rollforward.rl.algorithms import GRPO
+from rollforward.rl.batch import PackedBatch, build_step_batch, concatenate
 from rollforward.rl.learner import TOKENIZER_NAME, Learner, LearnerSettings, scoring_batch
+from rollforward.rl.packing import plan_micro_batches
+from rollforward.rl.samples import open_step, write_step
 from rollforward.rollout.engine.local import LocalEngine
-from rollforward.rollout.types import Completion, Group, KeptSets, Request, SamplingParams, ToolUse, Trajectory
+from rollforward.rollout.types import Completion, Group, KeptSets, Request, SamplingParams, Segment, ToolUse, Trajectory
+from tests.helpers.crashes import CrashError, crash_at
 from tests.helpers.environments import ScriptedEnvironment
 from tests.helpers.ranks import join_alone
 from tests.helpers.replicas import make_requests, open_engine
@@ -186,3 +190,110 @@ def test_the_reference_chooses_its_own_routes_over_the_same_kept_sets(tmp_path: 
     assert over_sets is not None
     assert torch.equal(alone, with_routes)
     assert (over_sets > alone).all()
+
+
+def _rewritten_requests() -> list[Request]:
+    """Requests whose context was rewritten: other prompts under numbers of their own, as a second call would ask."""
+    return [
+        msgspec.structs.replace(
+            request,
+            id=msgspec.structs.replace(request.id, prompt=10 + request.id.prompt),
+            prompt_ids=np.append(request.prompt_ids[::-1], request.prompt_ids[:1] * 0 + 5).astype(np.int32),
+        )
+        for request in _requests()
+    ]
+
+
+def _segmented(first: tuple[Request, Completion], last: tuple[Request, Completion], *, recorded: bool) -> Trajectory:
+    """Two completions as one trajectory: the first is its earlier segment, with or without its routes."""
+    earlier, own = _trajectory(*first), _trajectory(*last)
+    segment = Segment(
+        token_ids_T=earlier.token_ids_T,
+        trained_mask_T=earlier.trained_mask_T,
+        behavior_logprobs_T=earlier.behavior_logprobs_T,
+        routes_TLK=earlier.routes_TLK if recorded else None,
+        kept=earlier.kept,
+    )
+    return msgspec.structs.replace(own, id=earlier.id, earlier_segments=(segment,))
+
+
+def _preempted(directory: Path, trainer: Trainer, number: int) -> tuple[list[Completion], list[Completion]]:
+    """Both segments of every member, sampled through a kill at a record of the log in the middle of each call."""
+    answers: list[list[Completion]] = []
+    for requests in (_requests(), _rewritten_requests()):
+        environment = ScriptedEnvironment(CONFIG.vocab_size, order=number)
+        engine, log = open_engine(directory, trainer.published(), model_config=CONFIG, environment=environment)
+        crash_at(log, number)
+        with pytest.raises(CrashError):
+            engine.generate(requests)
+        log.abandon()
+        environment = ScriptedEnvironment(CONFIG.vocab_size)
+        engine, log = open_engine(directory, trainer.published(), model_config=CONFIG, environment=environment)
+        with log:
+            answers.append(engine.generate(requests))
+    return answers[0], answers[1]
+
+
+@pytest.mark.parametrize("max_tokens", [120, 1000])
+def test_every_segment_of_a_preempted_trajectory_is_trained_on_its_own_records(
+    trainer: Trainer, tmp_path: Path, max_tokens: int
+) -> None:
+    """Through the files of a step: log-probs are the engine's in every segment, whether its routes are replayed or, for
+    every third member, were never recorded; a trajectory's routes are those of its segments end to end, each known but
+    for its last token; its weight is one, however many segments it has."""
+    first, last = _preempted(tmp_path / "log", trainer, number=40)
+    requests, rewritten = _requests(), _rewritten_requests()
+    members: dict[int, list[Trajectory]] = {}
+    for index, request in enumerate(requests):
+        pair = (request, first[index]), (rewritten[index], last[index])
+        one = _segmented(*pair, recorded=index % 3 != 2)
+        # Every fourth trajectory has one segment only.
+        one = msgspec.structs.replace(one, earlier_segments=()) if index % 4 == 3 else one
+        members.setdefault(request.id.prompt, []).append(one)
+    groups = [Group(step=1, prompt=prompt, trajectories=tuple(ones)) for prompt, ones in members.items()]
+    batch = build_step_batch(groups, normalisation="trajectory_mean")
+    trajectories = {one.id: one for ones in members.values() for one in ones}
+    samples = open_step(write_step(tmp_path / "samples", 1, batch))
+    packs = [samples.micro_batch(plan) for plan in plan_micro_batches(batch.rows, max_tokens)]
+    assert (len(packs) > 1) == (max_tokens == 120)
+    unknown_segments = 0
+    for pack in packs:
+        assert pack.routes_TLK is not None
+        starts = np.cumsum(pack.sequence_lengths_B) - pack.sequence_lengths_B
+        segments = [segment for identity in pack.ids for segment in trajectories[identity].segments]
+        for start, length, segment in zip(starts, pack.sequence_lengths_B, segments, strict=True):
+            rows = slice(start, start + length)
+            assert pack.token_ids_T[rows].tolist() == segment.token_ids_T.tolist()
+            assert (pack.routes_TLK[start + length - 1] == -1).all(), "the last token has no route"
+            if segment.routes_TLK is None:
+                assert (pack.routes_TLK[rows] == -1).all()
+                unknown_segments += 1
+                continue
+            known = pack.routes_TLK[rows][:-1]
+            assert known.shape[0] == length - 1
+            assert (known >= 0).all()
+            assert known.tolist() == segment.routes_TLK[:-1].tolist()
+        for number in range(len(pack.ids)):
+            weight = pack.token_weight_T[pack.trajectory_T == number].astype(np.float64).sum()
+            assert weight == pytest.approx(1 / len(requests), rel=1e-6)
+    assert unknown_segments == 3
+    assert sum(len(trajectories[row.id].segments) == 2 for row in batch.rows) == 9
+    assert _different(packs, _train(trainer, [scoring_batch(pack) for pack in packs])) == 0
+
+
+def test_routes_one_position_off_would_be_seen(trainer: Trainer, tmp_path: Path) -> None:
+    """The test above has teeth: routes that slip from one segment into the next by one position change log-probs."""
+    environment = ScriptedEnvironment(CONFIG.vocab_size)
+    engine, log = open_engine(tmp_path / "log", trainer.published(), model_config=CONFIG, environment=environment)
+    with log:
+        pairs = [(_requests()[5], _rewritten_requests()[5])]
+        (first, last) = engine.generate(list(pairs[0]))
+    one = _segmented((pairs[0][0], first), (pairs[0][1], last), recorded=True)
+    other = msgspec.structs.replace(one, id=msgspec.structs.replace(one.id, member=0), reward=9.0)
+    group = Group(step=1, prompt=one.id.prompt, trajectories=(one, other))
+    (good, _) = build_step_batch([group], normalisation="token_mean").trajectories
+    assert good.routes_TLK is not None
+    assert _different([good], _train(trainer, [scoring_batch(good)])) == 0
+    shifted = msgspec.structs.replace(good, routes_TLK=np.roll(good.routes_TLK, 1, axis=0))
+    fresh = Trainer(CONFIG, random_params(CONFIG), precision="native", optim=AdamW(lr=3e-2))
+    assert _different([good], _train(fresh, [scoring_batch(shifted)])) > 0

@@ -1,19 +1,29 @@
-"""Proves: SFT learns, and one that was interrupted at any step ends with the same weights as one that was not.
+"""Proves: SFT learns, and one that was interrupted at any step ends with the same weights as one that was not; a loss
+that is not finite and a tensor outside its format stop it by name.
 
 One process. Not here: the command line around it (tests/e2e).
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
+from rollforward.model.errors import NonFiniteLossError
+from rollforward.model.precision import PackedTensor
+from rollforward.model.published import PublishedWeights
 from rollforward.model.scoring import ScoringBatch
 from rollforward.model.trainer import LossFunction, StepResult, Trainer
 from rollforward.rl.config import SFTRun
+from rollforward.rl.conversations import ConversationSource, PackedConversations
+from rollforward.rl.errors import QuantisationError
+from rollforward.rl.prompts import DataCursor
 from rollforward.rl.setup import load_parts
 from rollforward.rl.sft import SFTLoop
 from rollforward.rl.tracker import Tracker
@@ -95,3 +105,53 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     _loop(tmp_path / "run", model_dir).run()
     assert read_published(tmp_path / "run" / "model")[0] == read_published(undisturbed / "model")[0]
     assert _losses(tmp_path / "run") == _losses(undisturbed)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_conversations(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """The third conversation of the second micro-batch of the third step has an impossible weight."""
+    draw = ConversationSource.draw
+    spoiled: list[PackedConversations] = []
+
+    def spoiling(
+        self: ConversationSource, cursor: DataCursor, num_batches: int
+    ) -> tuple[tuple[PackedConversations, ...], DataCursor]:
+        batches, after = draw(self, cursor, num_batches)
+        if len(spoiled) == 2:
+            last = batches[1]
+            start, end = np.cumsum(last.sequence_lengths_B)[1:3]
+            weight_T = last.token_weight_T.copy()
+            weight_T[start + int(np.flatnonzero(last.trained_mask_T[start:end])[0])] = value
+            batches = (batches[0], msgspec.structs.replace(last, token_weight_T=weight_T))
+        spoiled.append(batches[1])
+        return batches, after
+
+    monkeypatch.setattr(ConversationSource, "draw", spoiling)
+    loop = _loop(tmp_path / "run", model_dir)
+    with pytest.raises(NonFiniteLossError) as caught:
+        loop.run()
+    other = r"chain_sum conversation \d+ \(\S+\)"
+    message = (
+        r"step 2, micro-batch 2 of 2: the loss is (nan|inf); it must be finite\. Nothing was updated\."
+        rf" Worst sequences: {re.escape(str(spoiled[2].ids[2]))} \((nan|inf)\), {other}, {other}\. "
+    )
+    assert re.match(message, str(caught.value)), str(caught.value)
+    assert loop._trainer.num_steps == 2
+    assert sorted(_losses(tmp_path / "run")) == [1, 2]
+
+
+def test_a_trainer_that_leaves_a_tensor_out_of_its_format_stops_before_the_first_step(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = PublishedWeights.pack
+
+    def leaving_one_out(self: PublishedWeights, name: str, master: torch.Tensor) -> PackedTensor:
+        if name == "head.weight":
+            return PackedTensor(format="fp32", data=master, scale=None)
+        return pack(self, name, master)
+
+    monkeypatch.setattr(PublishedWeights, "pack", leaving_one_out)
+    with pytest.raises(QuantisationError, match=r"^rank 0 takes \d+ tensors through bf16, planned are \d+ "):
+        _loop(tmp_path / "run", model_dir)

@@ -1,4 +1,5 @@
-"""Proves: an error of a learner's start keeps its type, and a process that dies is named in a line. On a real Ray."""
+"""Proves: an error of a learner's start keeps its type, a process that dies is named in a line, and every rank reports
+what it quantises. On a real Ray."""
 
 import os
 import signal
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import ray
 
+from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.errors import ConfigError
 from rollforward.model.train_config import AdamW
 from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.algorithms import GRPO
 from rollforward.rl.errors import LostProcessError
-from rollforward.rl.learner import LearnerSettings
+from rollforward.rl.learner import TOKENIZER_NAME, LearnerSettings
+from rollforward.rl.quantised import planned_quantised
 from rollforward.rl.train import losses_named
+from tests.helpers.tiny import random_params, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +43,34 @@ def test_a_process_that_dies_is_named() -> None:
         ray.get(dying.end.remote())
 
 
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.timeout(120)
-def test_an_error_of_a_learners_start_keeps_its_type(tmp_path: Path) -> None:
-    settings = LearnerSettings(
-        model_dir=str(tmp_path / "absent"),
+def _settings(model_dir: Path) -> LearnerSettings:
+    return LearnerSettings(
+        model_dir=str(model_dir),
         algorithm=GRPO(),
         optim=AdamW(lr=1e-3),
         precision="native",
         temperature=1.0,
         threads=1,
     )
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.timeout(120)
+def test_an_error_of_a_learners_start_keeps_its_type(tmp_path: Path) -> None:
     actor = LearnerActor.options(num_cpus=0).remote(0, 1, tmp_path / "rendezvous")  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        LearnerPool([actor], settings)
+        LearnerPool([actor], _settings(tmp_path / "absent"))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.timeout(120)
+def test_every_rank_reports_what_it_takes_through_its_formats(tmp_path: Path) -> None:
+    config, files = tiny_config(), {TOKENIZER_NAME: b"not read here"}
+    write_checkpoint(tmp_path / "model", config, random_params(config), precision="fp32", extra_files=files)
+    actors = [
+        LearnerActor.options(num_cpus=0).remote(rank, 2, tmp_path / "rendezvous")  # type: ignore[attr-defined]
+        for rank in range(2)
+    ]
+    assert LearnerPool(actors, _settings(tmp_path / "model")).quantised() == [planned_quantised(config, "native")] * 2
+    for actor in actors:
+        ray.kill(actor)
