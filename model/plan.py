@@ -1,4 +1,5 @@
-"""`rollforward plan`: what a model weighs and who updates it, from the shape table alone, before anything is allocated.
+"""`rollforward plan`: what a model weighs, who updates it and what a learner's rank holds, from the shape table alone,
+before anything is allocated.
 
 What lives here: the schema of the verb, pure functions that return records, and their rendering as text.
 What does not: shapes (`shapes.py`), who updates what (`matrices.py`) and where (`assignment.py`). This module imports
@@ -31,21 +32,28 @@ _SCALE_ALIGNMENT = 8
 
 _FP32_BYTES = 4
 
+_BF16_BYTES = 2
+
+_ZERO_ALIGNMENT = 2
+"""DeepSpeed pads each group of flat parameters to a multiple of this x ranks."""
+
 RankCount = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
 """A number of processes with one accelerator each."""
 
 
 class PlanRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configuration of `rollforward plan`."""
+    """Configuration of `rollforward plan`; the ranks, padding and split are those of a learner with
+    `optim.type=hybrid_muon`."""
 
     model: str
     """flash, pro, tiny, or a folder with a config.json."""
     zero_size: RankCount = 1
     """Ranks that share Muon's dense matrices. Ranks beyond it form further groups of that size, which update the same
-    matrices redundantly.
+    matrices redundantly. A power of two.
     """
     learner_ranks: RankCount | Literal["zero_size"] = "zero_size"
-    """Data-parallel ranks of the learner, over which routed experts are spread; a multiple of zero_size."""
+    """Data-parallel ranks of the learner, over which routed experts are spread; a power of two that zero_size
+    divides."""
     max_padding: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 0.1
     """Most padding in Muon's buckets, over real elements. More is refused."""
     split: MuonSplit = MuonSplit()
@@ -55,6 +63,15 @@ class PlanRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def num_ranks(self) -> int:
         """Data-parallel ranks of the learner."""
         return self.zero_size if self.learner_ranks == "zero_size" else self.learner_ranks
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of ranks that the learner's tree of gradients has no level for."""
+        for name, value in (("zero_size", self.zero_size), ("learner_ranks", self.num_ranks)):
+            if value & (value - 1):
+                raise ValueError(
+                    f"{name} is {value}; gradients are added in a binary tree of which each rank owns a subtree. Set a"
+                    f" power of two, such as {name}={1 << (value.bit_length() - 1)}"
+                )
 
 
 class DtypeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,8 +129,42 @@ class RuleRow(msgspec.Struct, frozen=True, kw_only=True):
     """Elements."""
 
 
+class LearnerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of the tensors that a learner's rank holds, of the rank with most; activations not counted.
+
+    R ranks, Z of them in a ZeRO group; B elements of the fullest share of Muon's matrices (dense or experts);
+    A elements of AdamW's tensors, W of all trained ones.
+    """
+
+    muon_dense: int
+    """FP32 masters and momenta of dense matrices: 8 B."""
+    muon_experts: int
+    """FP32 masters and momenta of routed experts: 8 B."""
+    adamw_parameters: int
+    """FP32 parameters, whole on every rank: 4 A, each of two groups (with decay and without) padded to 2 R."""
+    adamw_state: int
+    """ZeRO-1's part of a rank: masters and both moments, 12 A / R, padded like the parameters."""
+    published: int
+    """Packed bytes of every tensor, frozen ones too, on every rank; what a checkpoint for engines has."""
+    values: int
+    """FP32 values that the forward reads, unpacked from those bytes, on every rank: 4 an element, 8 of a table."""
+    gradients: int
+    """FP32 gradients of one micro-batch: 4 W."""
+    dense_sums: int
+    """FP32 sum over a rank's micro-batches of AdamW's and dense gradients: 4 (A + Z B). With n micro-batches a rank
+    there are log2(n) more in between."""
+    expert_sums: int
+    """Expert gradients by the rank that they come from, FP32, and one micro-batch's on its way, BF16: (4 + 2) R B. The
+    sums, too, are more with more micro-batches."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
 class LearnerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Who updates what of one model, on which rank."""
+    """Who updates what of one model, on which rank, and what that takes."""
 
     rules: tuple[RuleRow, ...]
     """As declared; every tensor under one."""
@@ -121,6 +172,8 @@ class LearnerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Muon's matrices outside routed experts, over a ZeRO group."""
     experts: Assignment
     """Routed experts' matrices, over all ranks."""
+    memory: LearnerMemory
+    """Of the rank with most."""
 
 
 def kv_entry_bytes(config: ModelConfig) -> int:
@@ -215,11 +268,53 @@ def make_learner_plan(config: ModelConfig, run: PlanRun) -> LearnerPlan:
     """
     roles = tensor_roles(config, run.split)
     sizes = {"zero_size": run.zero_size, "learner_ranks": run.num_ranks}
+    dense = assign_dense(dense_matrices(roles), **sizes, max_padding=run.max_padding)
+    experts = assign_experts(expert_matrices(roles), **sizes, max_padding=run.max_padding)
     return LearnerPlan(
         rules=tuple(row for rule in declared_rules(run.split) if (row := _rule_row(rule, roles)).num_tensors > 0),
-        dense=assign_dense(dense_matrices(roles), **sizes, max_padding=run.max_padding),
-        experts=assign_experts(expert_matrices(roles), **sizes, max_padding=run.max_padding),
+        dense=dense,
+        experts=experts,
+        memory=learner_memory(config, roles, dense, experts, num_ranks=run.num_ranks),
     )
+
+
+def learner_memory(
+    config: ModelConfig,
+    roles: tuple[TensorRole, ...],
+    dense: Assignment,
+    experts: Assignment,
+    *,
+    num_ranks: int,
+) -> LearnerMemory:
+    """Add up what the rank with most holds of a model; the formulas are the record's."""
+    muon_bytes = 2 * _FP32_BYTES
+    by_adamw = [role.spec for role in roles if role.rule.updater == "adamw"]
+    num_adamw = sum(spec.num_elements for spec in by_adamw)
+    padded = _padded(by_adamw, _ZERO_ALIGNMENT * num_ranks)
+    # Of the fullest rank: a ZeRO group's gradients are summed for all of it, everyone's expert gradients for its own.
+    dense_elements = len(dense.shares) * dense.bucket_elements
+    expert_elements = num_ranks * experts.bucket_elements
+    return LearnerMemory(
+        muon_dense=muon_bytes * dense.bucket_elements,
+        muon_experts=muon_bytes * experts.bucket_elements,
+        adamw_parameters=_FP32_BYTES * padded,
+        adamw_state=3 * _FP32_BYTES * padded // num_ranks,
+        published=sum(stored.num_bytes for stored in stored_tensors(config)),
+        values=sum(_value_bytes(role.spec) for role in roles),
+        gradients=sum(_value_bytes(role.spec) for role in roles if role.spec.trained),
+        dense_sums=_FP32_BYTES * (num_adamw + dense_elements),
+        expert_sums=(_FP32_BYTES + _BF16_BYTES) * expert_elements,
+    )
+
+
+def _padded(specs: list[TensorSpec], multiple: int) -> int:
+    """Elements of tensors with decay (matrices) and without (vectors), each group padded."""
+    groups = [sum(spec.num_elements for spec in specs if (len(spec.shape) >= 2) == decays) for decays in (True, False)]
+    return sum(-(-elements // multiple) * multiple for elements in groups)
+
+
+def _value_bytes(spec: TensorSpec) -> int:
+    return spec.num_elements * (8 if spec.format == "int64" else _FP32_BYTES)
 
 
 def _rule_row(rule: Rule, roles: tuple[TensorRole, ...]) -> RuleRow:
@@ -234,7 +329,7 @@ def _rule_row(rule: Rule, roles: tuple[TensorRole, ...]) -> RuleRow:
 
 def render_learner_plan(plan: LearnerPlan) -> str:
     """Return who updates what, and how Muon's matrices lie on the ranks."""
-    lines = ["optimizer: Muon and AdamW. This is the plan; the trainer of this version has AdamW in place of Muon."]
+    lines = ["learner with optim.type=hybrid_muon; with adamw, AdamW updates what is Muon's here"]
     lines += [f"{'updated':<27}{'by':<8}{'tensors':>8}{'matrices':>10}{'elements':>20}  why"]
     lines += [
         f"{row.rule.title:<27}{row.rule.updater:<8}{row.num_tensors:>8,}{row.num_matrices:>10,}"
@@ -243,7 +338,23 @@ def render_learner_plan(plan: LearnerPlan) -> str:
     ]
     for name, assignment in (("dense", plan.dense), ("experts", plan.experts)):
         lines += _assignment_lines(name, assignment)
-    return "\n".join(lines)
+    return "\n".join(lines + _memory_lines(plan.memory))
+
+
+def _memory_lines(memory: LearnerMemory) -> list[str]:
+    rows = (
+        ("masters and momenta, Muon dense", memory.muon_dense),
+        ("masters and momenta, Muon experts", memory.muon_experts),
+        ("parameters, AdamW", memory.adamw_parameters),
+        ("masters and moments, AdamW, ZeRO-1", memory.adamw_state),
+        ("published bytes, all tensors", memory.published),
+        ("their values, FP32", memory.values),
+        ("gradients of a micro-batch, FP32", memory.gradients),
+        ("sums of gradients, AdamW and dense", memory.dense_sums),
+        ("sums of gradients, experts", memory.expert_sums),
+        ("total, without activations", memory.total),
+    )
+    return [f"{'memory of the fullest rank':<36}{'bytes':>24}"] + [f"  {name:<34}{size:>24,}" for name, size in rows]
 
 
 def _assignment_lines(name: str, assignment: Assignment) -> list[str]:

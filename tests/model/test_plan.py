@@ -1,16 +1,25 @@
-"""Proves the figures of `rollforward plan` against the published ones, and that it says who updates what on which rank.
+"""Proves the figures of `rollforward plan` against the published ones, that it says who updates what on which rank, and
+what that takes, against the tensors of real trainers.
 
 That it answers without torch is in test_config.py and tests/arch.
 """
 
+import json
 import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
+from torch import Tensor
 
 from rollforward.kernels.quant.formats import KV_GROUP
 from rollforward.model import plan
 from rollforward.model.config import preset
 from rollforward.model.errors import ConfigError
+from rollforward.model.optim_hybrid import StepGradients
 from rollforward.model.plan import (
     PlanRun,
     index_key_bytes,
@@ -21,6 +30,11 @@ from rollforward.model.plan import (
     render_learner_plan,
     render_plan,
 )
+from rollforward.model.scoring import ScoringBatch
+from rollforward.model.train_config import HybridMuon
+from rollforward.model.trainer import LossPart, Trainer
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.tiny import random_params, random_tokens
 
 
 def test_entry_sizes() -> None:
@@ -87,11 +101,87 @@ def test_all_ranks_are_one_group_unless_said_otherwise() -> None:
 
 
 def test_impossible_ranks_are_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="Set zero_size=32 or learner_ranks=288"):
-        main(PlanRun(model="flash", zero_size=48, learner_ranks=256))
+    with pytest.raises(ConfigError, match=r"no multiple of it.*Set zero_size=32 or learner_ranks=64"):
+        main(PlanRun(model="flash", zero_size=64, learner_ranks=32))
     with pytest.raises(ConfigError, match="whole expert matrices"):
         main(PlanRun(model="tiny", zero_size=1, learner_ranks=64))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("ranks", "told"), [({"zero_size": 48}, "zero_size=32"), ({"learner_ranks": 6}, "ranks=4")])
+def test_ranks_that_no_learner_can_have_are_refused(ranks: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=f"Set a power of two, such as .*{told}"):
+        PlanRun(model="flash", **ranks)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _held_by_a_rank(rank: int, num_ranks: int, zero_size: int, directory: str) -> None:
+    """Take a step of one micro-batch a rank and write down what the trainer's tensors take, under the plan's names."""
+    config = preset("tiny")
+    optim = HybridMuon(lr=1e-3, zero_size=zero_size)
+    trainer = Trainer(config, random_params(config), precision="native", optim=optim)
+    token_ids_T = random_tokens(config, (9,), seed=rank)
+    batch = ScoringBatch(
+        token_ids_T=token_ids_T,
+        sequence_lengths=(9,),
+        target_ids_T=token_ids_T.roll(-1),
+        scored_mask_T=torch.arange(9) < 8,
+    )
+    optimizer: Any = trainer._optimizer
+    zero = optimizer._adamw._engine.optimizer
+    held: dict[str, int] = {}
+    reduce, add = StepGradients.reduce, StepGradients.add
+
+    def seen_add(self: Any, gradients: dict[str, Tensor]) -> None:
+        held["gradients"] = _bytes(gradients.values())
+        leaf = self._expert_leaf(gradients)
+        assert leaf.dtype == torch.bfloat16
+        held["expert_sums"] = leaf.nbytes
+        add(self, gradients)
+
+    def seen_reduce(self: Any) -> Any:
+        held["dense_sums"] = _bytes(part for one in (self._adamw, self._dense) for part in one._partial)
+        held["expert_sums"] += _bytes(part for one in self._experts._sums for part in one._partial)
+        return reduce(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepGradients, "add", seen_add)
+        patch.setattr(StepGradients, "reduce", seen_reduce)
+        trainer.train_step(
+            [batch], lambda _, logprobs_T, __: LossPart(loss=-logprobs_T.sum(), name="x"), num_leaves=num_ranks
+        )
+    states = zero.optimizer.state.values()
+    held |= {
+        "muon_dense": _bytes((optimizer.dense.muon.masters, optimizer.dense.muon.momenta)),
+        "muon_experts": _bytes((optimizer.experts.muon.masters, optimizer.experts.muon.momenta)),
+        "adamw_parameters": _bytes(zero.bit16_groups_flat),
+        "adamw_state": _bytes(zero.single_partition_of_fp32_groups)
+        + _bytes(state[moment] for state in states for moment in ("exp_avg", "exp_avg_sq")),
+        "published": sum(packed.num_bytes for packed in trainer.published().values()),
+        "values": _bytes(trainer._published.values.values()),
+    }
+    (Path(directory) / f"{rank}.json").write_text(json.dumps(held))
+
+
+def test_a_real_rank_holds_what_is_planned(tmp_path: Path) -> None:
+    num_ranks, zero_size = 4, 2
+    run_on_ranks(_held_by_a_rank, num_ranks, tmp_path, num_ranks, zero_size, str(tmp_path))
+    held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    fullest = {name: max(one[name] for one in held) for name in held[0]}
+    learner = make_learner_plan(preset("tiny"), PlanRun(model="tiny", zero_size=zero_size, learner_ranks=num_ranks))
+    assert fullest == msgspec.structs.asdict(learner.memory)
+    assert learner.memory.total == sum(fullest.values())
+
+
+def test_memory_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flash's routed experts on 256 ranks: 129 matrices of 2048 x 4096 a rank, masters and momenta."""
+    assert main(PlanRun(model="flash", zero_size=32, learner_ranks=256)) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"masters and momenta, Muon experts +{129 * 2048 * 4096 * 8:,}\n", text)
+    assert re.search(r"published bytes, all tensors +159,609,485,896\n", text)
 
 
 def test_unknown_model() -> None:
