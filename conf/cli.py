@@ -6,6 +6,7 @@ a wrong key answer without torch or ray. `resume` and `submit` are no verbs: the
 
 import contextlib
 import importlib.metadata
+import itertools
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,7 @@ def _verb_help_text(verb: str) -> str:
     for field in schema_fields(schema):
         with contextlib.suppress(KeyError, TypeError):
             set_elsewhere[field.path] = str(value_at(base, tuple(field.path.split("."))))
-    inside = [_field_text(field, {}) for field in element_fields(schema)]
+    inside = _field_texts(list(element_fields(schema)), {})
     groups = [
         f"  {group}={'|'.join(options)}" for group, options in config_groups().items() if has_parts(schema, group)
     ]
@@ -170,19 +171,25 @@ def _verb_help_text(verb: str) -> str:
         [
             f"rollforward {verb}: {VERBS[verb].summary}",
             "",
-            "settings (KEY=DEFAULT; what is required is set by a recipe or by you)",
-            *(_field_text(field, set_elsewhere) for field in schema_fields(schema)),
+            "settings (KEY=DEFAULT; what is required is set by a recipe or by you; [type=A]: so of that choice only)",
+            *_field_texts(list(schema_fields(schema)), set_elsewhere),
             *(["", "inside a list, which is set as a whole", *inside] if inside else []),
             *(["", "groups", *groups] if groups else []),
         ]
     )
 
 
-def _field_text(field: Field, set_elsewhere: Mapping[str, str]) -> str:
-    """A setting for --help: its default, its type, and below what it does."""
-    default = set_elsewhere.get(field.path, field.default)
-    doc = textwrap.fill(field.doc, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return f"  {field.path}={default}  ({field.type})" + (f"\n{doc}" if doc else "")
+def _field_texts(fields: Sequence[Field], set_elsewhere: Mapping[str, str]) -> list[str]:
+    """Each setting for --help: its default, its type, the choices that have it, and below what it does. Words that
+    several choices share are said once, below the last of them."""
+    lines: list[str] = []
+    for field, following in itertools.zip_longest(fields, fields[1:]):
+        default = set_elsewhere.get(field.path, field.default)
+        choices = f"  [{field.choices_text}]" if field.choices else ""
+        lines.append(f"  {field.path}={default}  ({field.type}){choices}")
+        if field.doc and (following is None or (following.path, following.doc) != (field.path, field.doc)):
+            lines.append(textwrap.fill(field.doc, width=110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return lines
 
 
 if __name__ == "__main__":

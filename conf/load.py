@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollforward.conf.errors import ConfigError, first_line
-from rollforward.conf.schema import Step, has_parts, nearest, schema_fields, unknown_keys, value_at
+from rollforward.conf.schema import Step, field_at, has_parts, nearest, schema_fields, unknown_keys, value_at
 
 __all__ = [
     "CONFIG_DIR",
@@ -141,7 +141,8 @@ def load_config(
         schema: a frozen msgspec.Struct with forbid_unknown_fields; its defaults are the only ones.
         root: name of the root YAML in `config_dir`, without suffix.
         overrides: Hydra's syntax (`algo.group_size=8`, `algo=gspo`). A key need not be in the YAML: the schema decides.
-        layer: settings between the YAML and the overrides, written like a YAML file (may have a `defaults` list).
+        layer: settings between the YAML and the overrides, written like a YAML file (may have a `defaults` list). An
+            override that chooses a group's file (`algo=gspo`) takes the place of what the layer says of that group.
         run_dirs: run name -> directory, for `${run_dir:NAME}` in `layer`.
         config_dir: where root and groups lie.
 
@@ -166,9 +167,12 @@ def compose_data(
 ) -> dict[str, Any]:
     """The composed, resolved plain data, not yet decoded; arguments and errors as in `load_config`."""
     groups = config_groups(config_dir)
-    arguments = [_as_hydra(parsed, groups, schema) for parsed in _parse(overrides)]
+    parsed = _parse(overrides)
+    arguments = [_as_hydra(override, groups, schema) for override in parsed]
     if layer is not None:
-        ConfigStore.instance().store(name="layer", group=_RUN_GROUP, node=dict(layer), package="_global_")
+        chosen = {override.key_or_group for override in parsed if override.key_or_group in groups}
+        node = {key: value for key, value in layer.items() if key not in chosen}
+        ConfigStore.instance().store(name="layer", group=_RUN_GROUP, node=node, package="_global_")
         arguments.insert(0, f"+{_RUN_GROUP}=layer")
     OmegaConf.register_new_resolver("run_dir", functools.partial(_run_dir, dict(run_dirs or {})), replace=True)
     try:
@@ -325,7 +329,7 @@ def _validation_text(schema: type[msgspec.Struct], data: Mapping[str, Any], mess
         inside = [path for path in kinds if path.startswith(key + ".")]
         way_out = f"Set it through {', '.join(inside[:6])}." if inside else f"Set {key}=<{kinds.get(key, 'value')}>."
         return f"{key} is required and has no default. {way_out}"
-    field = next((field for field in schema_fields(schema) if field.path == dotted), None)
+    field = field_at(schema, data, dotted)
     try:
         value = value_at(data, path)
     except (KeyError, IndexError, TypeError):

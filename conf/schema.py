@@ -19,6 +19,7 @@ __all__ = [
     "Field",
     "Step",
     "element_fields",
+    "field_at",
     "field_docs",
     "has_parts",
     "movable_keys",
@@ -44,6 +45,17 @@ class Field(NamedTuple):
     """The default as an override would write it, or `required`."""
     doc: str
     """First paragraph of the string below the field, on one line; empty where there is none."""
+    choices: tuple[tuple[str, str], ...] = ()
+    """(tag, its values) of the choices that have the setting, or have it with this default: `("algo.type", "dapo |
+    gspo")`, from the outermost in. Empty where every choice has the same."""
+
+    @property
+    def choices_text(self) -> str:
+        """The choices in a user's words: `algo.type=dapo | gspo` is `type=dapo | gspo` beside `algo.cap`."""
+        if not self.choices:
+            return ""
+        place = self.choices[0][0].rpartition(".")[0] + "."
+        return ", ".join(f"{tag.removeprefix(place)}={values}" for tag, values in self.choices)
 
 
 def _strip(annotation: object) -> object:
@@ -94,7 +106,9 @@ def _range_text(meta: msgspec.Meta) -> str:
     signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"), ("multiple_of", "a multiple of"))
     lengths = (("min_length", "length >="), ("max_length", "length <="), ("pattern", "matching"))
     bounds = [(sign, getattr(meta, name)) for name, sign in (*signs, *lengths)]
-    return ", ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+    # typing keeps one of Meta(gt=0) and Meta(gt=0.0), whichever came first, as they are equal: both are written 0.
+    whole = [(sign, int(bound) if isinstance(bound, float) and bound.is_integer() else bound) for sign, bound in bounds]
+    return ", ".join(f"{sign} {bound}" for sign, bound in whole if bound is not None)
 
 
 def type_text(annotation: object) -> str:
@@ -163,14 +177,19 @@ def movable_keys(config: msgspec.Struct, prefix: str = "") -> Iterator[str]:
 def element_fields(schema: type[msgspec.Struct]) -> Iterator[Field]:
     """The fields of what top-level lists of `schema` hold: `tasks[].dataset`. No override sets one of them alone."""
     for field in msgspec.structs.fields(schema):
-        for member in _structs(_element(field.type)):
-            if tag := _tag(member):
-                yield Field(f"{field.encode_name}[].{tag[0]}", tag[1], "required", "")
-            yield from schema_fields(member, field.encode_name + "[].")
+        if members := _structs(_element(field.type)):
+            path = field.encode_name + "[]"
+            if tags := [tag for tag in map(_tag, members) if tag]:
+                yield Field(f"{path}.{tags[0][0]}", " | ".join(tag for _, tag in tags), "required", "")
+            yield from _member_fields(members, path + ".")
 
 
 def schema_fields(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
-    """Every settable value under `schema`, depth first, as declared; a union's members follow its tag."""
+    """Every settable value under `schema`, depth first, as declared; a union's members follow its tag.
+
+    A part that may be null comes before what it holds. What all members of a union have alike comes once; what one has
+    alone, or otherwise, follows with its `choices`, the settings of one name together.
+    """
     docs = field_docs(schema)
     for field in msgspec.structs.fields(schema):
         path = prefix + field.encode_name
@@ -187,12 +206,46 @@ def schema_fields(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Fi
             chosen = _tag(type(default)) if isinstance(default, msgspec.Struct) else None
             kinds = " | ".join(tag for _, tag in tags)
             yield Field(f"{path}.{tags[0][0]}", kinds, chosen[1] if chosen else "required", doc)
-        seen: set[Field] = set()
-        for member in members:
-            for inner in schema_fields(member, path + "."):
-                if inner not in seen:
-                    seen.add(inner)
-                    yield inner
+        elif type(None) in typing.get_args(_strip(field.type)):
+            yield Field(path, "settings as below | null", _default_text(field), doc)
+        yield from _member_fields(members, path + ".")
+
+
+def _member_fields(members: tuple[type[msgspec.Struct], ...], prefix: str) -> Iterator[Field]:
+    """The fields of a value that is one of `members`: common ones, then the others, each with the members' tags."""
+    owners: dict[Field, list[str]] = {}
+    for member in members:
+        tag = _tag(member)
+        for field in schema_fields(member, prefix):
+            owners.setdefault(field, []).append(tag[1] if tag else "")
+    differing = {field.path for field, tags in owners.items() if len(tags) < len(members)}
+    rank = {path: index for index, path in enumerate(dict.fromkeys(field.path for field in owners))}
+
+    def place(field: Field) -> tuple[bool, int, int]:
+        """Below the outermost part that differs, if any, with what else it holds."""
+        parts = field.path.split(".")
+        heads = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        head = next((path for path in heads if path in differing), None)
+        return head is not None, rank[head or field.path], rank[field.path]
+
+    tag_path = prefix + next((tag[0] for tag in map(_tag, members) if tag), "")
+    for field in sorted(owners, key=place):
+        tags = owners[field]
+        choices = ((tag_path, " | ".join(tags)), *field.choices) if len(tags) < len(members) else field.choices
+        yield field._replace(choices=choices)
+
+
+def field_at(schema: type[msgspec.Struct], data: object, path: str) -> Field | None:
+    """The setting `path` as it is under the choices that `data` makes; None where there is none."""
+
+    def is_chosen(tag: str, values: str) -> bool:
+        try:
+            return str(value_at(data, tuple(tag.split(".")))) in values.split(" | ")
+        except (KeyError, IndexError, TypeError):
+            return False
+
+    fields = (field for field in schema_fields(schema) if field.path == path)
+    return next((field for field in fields if all(is_chosen(*choice) for choice in field.choices)), None)
 
 
 def _member(members: tuple[type[msgspec.Struct], ...], value: Mapping[str, Any]) -> type[msgspec.Struct] | None:

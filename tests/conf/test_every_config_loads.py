@@ -1,5 +1,6 @@
 """Proves: every YAML file that ships loads by its real schema: each run of each recipe, each option of each group."""
 
+import msgspec
 import pytest
 
 from rollforward.conf.cli import VERBS, plan_jobs
@@ -31,7 +32,8 @@ def test_every_option_of_a_group_loads_in_a_recipe(group: str, option: str) -> N
     ]
     assert fitting, f"no recipe's root has the group {group}"
     verb, name = fitting[0]
-    assert plan_jobs(verb, [f"recipe={name}", f"{group}={option}"])
+    config = plan_jobs(verb, [f"recipe={name}", f"{group}={option}"])[-1].config
+    assert msgspec.to_builtins(getattr(config, group))["type"] == option, "the recipe's own choice gives way"
 
 
 def test_no_other_yaml_lies_about() -> None:
