@@ -23,6 +23,7 @@ class Shared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Beta."""
     inner: Inner | None = None
     """Inner or null."""
+    last: int = 1
 
 
 class Plain(Shared, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="plain"):
@@ -73,6 +74,7 @@ def test_common_settings_come_once_and_differing_ones_together_with_their_choice
         ("steps", "1", ""),
         ("algo.type", "plain", ""),
         ("algo.size", "8", ""),
+        ("algo.last", "1", ""),
         ("algo.beta", "0.0", "type=plain | soft"),
         ("algo.beta", "0.5", "type=sharp"),
         ("algo.inner", "null", "type=plain | soft"),
