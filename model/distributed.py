@@ -39,6 +39,7 @@ def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float 
 
     Raises:
         RankLostError: not all ranks joined in time.
+        TrainerError: the timeout is too short to be one.
     """
     if timeout_s < 0.001:  # gloo counts milliseconds, and takes none for no limit
         raise TrainerError(f"timeout_s is {timeout_s}; ranks wait for each other for 0.001 s at least. Leave it out")
