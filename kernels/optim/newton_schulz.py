@@ -18,8 +18,8 @@ def orthogonalise(x_BNM: Tensor, *, dtype: torch.dtype = torch.float32) -> Tenso
 
     Returns:
         [B, N, M] float32. Singular values from 1e-3 to 1 of the Frobenius norm become 1 within 0.01 (0.02 in
-        bfloat16); smaller ones end between 0 and about 1. All zero stays all zero; a matrix with NaN or infinity
-        becomes NaN.
+        bfloat16, where the directions of small ones are partly rounding noise); smaller ones end between 0 and about
+        1. All zero stays all zero; a matrix with NaN or infinity becomes NaN.
 
     Raises:
         ShapeError: x_BNM has not three dimensions.

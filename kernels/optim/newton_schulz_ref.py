@@ -20,9 +20,10 @@ SETTLING = (2.0, -1.5, 0.5)
 COEFFICIENTS = (FAST,) * 8 + (SETTLING,) * 2
 """(a, b, c) of every step."""
 
-SIDE_TILE = 16
-"""Both sides are padded with zeros to a multiple. The CPU's products change their order of summation below 12 rows and
-at odd widths; from here on a matrix keeps its bits in any batch. Zeros stay zeros in every step."""
+SIDE_TILE = 32
+"""Both sides are padded with zeros to a multiple, which stay zeros in every step. Below, the CPU's float32 products sum
+in an order that depends on the batch, and bfloat16 ones take another path while the whole batch has up to 16^3
+multiplications."""
 
 
 def frobenius_norm_ref(x_BNM: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def newton_schulz_ref(x_BNM: Tensor, dtype: torch.dtype) -> Tensor:
     num_rows, num_columns = x_BNM.shape[1:]
     norm_B11 = frobenius_norm_ref(x_BNM)
     x_BNM = (x_BNM / torch.where(norm_B11 == 0, 1.0, norm_B11)).to(dtype)
-    # Products of strided matrices may take another path, with other bits.
+    # Contiguous, because large bfloat16 products of strided matrices have other bits.
     x_BNM = functional.pad(x_BNM, (0, -num_columns % SIDE_TILE, 0, -num_rows % SIDE_TILE)).contiguous()
     for a, b, c in COEFFICIENTS:
         gram_BNN = torch.bmm(x_BNM, x_BNM.transpose(1, 2))
