@@ -1,7 +1,7 @@
 """Proves: which groups teach, worked by hand; a step draws as many further prompts as are missing, within its bound,
 from one cursor and under numbers that go on.
 
-Scripted draws. That the loop does so with real engines, and again after a kill, is in test_controller.py.
+Scripted draws. That the loop does so with real engines, and again after a kill, is in test_refilled_runs.py.
 """
 
 from collections.abc import Sequence
