@@ -70,7 +70,8 @@ class StepResult:
     learning_rate: float
     """Rate of the step."""
     metrics: tuple[Metric, ...]
-    """Quantisation and balance of experts: of the whole step, the same on every rank."""
+    """Quantisation and balance of experts. Of the whole step, the same on every rank; of the balance loss this rank's
+    part, a sum."""
 
 
 class _SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,8 +246,10 @@ class Trainer:
 
     def _routing(self, batch: ScoringBatch) -> Routing:
         """Routes of one micro-batch: recorded ones replayed, and the balance loss collected where it counts."""
-        if self._balance.loss_weight == 0 or batch.sequence_weights is None:
+        if self._balance.loss_weight == 0:
             return Routing(self._config, replay_TLK=batch.routes_TLK)
+        if batch.sequence_weights is None:
+            raise TrainerError("balance.loss_weight is not 0 and a batch has no sequence_weights; give each sequence's")
         return Routing(
             self._config,
             replay_TLK=batch.routes_TLK,
@@ -270,17 +273,24 @@ class Trainer:
         return part
 
     def _require_finite(self, part: LossPart | None) -> None:
-        """Stop on every rank, or the others would wait for ever, where a loss is not finite on any. Collective."""
+        """Stop on every rank, or the others would wait for ever, where a loss is not finite on any. Collective.
+
+        Raises:
+            NonFiniteLossError: the same on every rank: what the ranks say whose loss it is.
+        """
         value = 0.0 if part is None else float(part.loss.detach())
         if self._optimizer.groups.all_true(math.isfinite(value)):
             return
         self._published.take_gradients()
-        here = "no micro-batch" if part is None else f"{part.name}: the loss is {value}"
-        elsewhere = " here and not finite on another rank" if math.isfinite(value) else ""
-        worst = "unknown" if part is None else ", ".join(part.worst) or "unknown"
+        found = ""
+        if part is not None and not math.isfinite(value):
+            worst = ", ".join(part.worst) or "unknown"
+            found = f"{part.name}: the loss is {value}; it must be finite. Worst sequences: {worst}"
+        told: list[str] = [""] * self._optimizer.groups.num_ranks
+        torch.distributed.all_gather_object(told, found)
         raise NonFiniteLossError(
-            f"step {self._num_steps}, {here}{elsewhere}; it must be finite. Nothing was updated. Worst sequences:"
-            f" {worst}. Look at them and lower optim.lr"
+            f"step {self._num_steps}, {'. And '.join(filter(None, told))}. Nothing was updated. Look at them and lower"
+            " optim.lr"
         )
 
     def _gate_biases(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ set_library_environment()
 
 import torch  # noqa: E402 - the environment comes first
 
-from rollforward.model.distributed import join_group  # noqa: E402
+from rollforward.model.distributed import join_group, leave_group  # noqa: E402
 
 
 def main() -> None:
@@ -28,6 +28,7 @@ def main() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     getattr(module, function)(int(rank), *json.loads(arguments))
+    leave_group()
 
 
 if __name__ == "__main__":
