@@ -141,9 +141,8 @@ def build_step_batch(
     Args:
         groups: The step's groups in any order; the order of their members does not matter either.
         normalisation: "trajectory_mean" gives a token 1 / (trained tokens of its trajectory x trained trajectories of
-            the
-            step); "token_mean" gives it 1 / (trained tokens of the step); "constant" gives it 1 / (trained trajectories
-            of the step x max_new_tokens), so that no length divides anything.
+            the step); "token_mean" gives it 1 / (trained tokens of the step); "constant" gives it 1 / (trained
+            trajectories of the step x max_new_tokens), so that no length divides anything.
         divide_by_std: As in `group_advantages`.
         truncation: "keep" trains completions that ran out of tokens or turns like others; "mask" keeps them in the
             baseline and trains none of their tokens.

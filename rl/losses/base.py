@@ -1,8 +1,7 @@
 """What every policy loss takes and returns, and the two rules that all of them share.
 
 1. Positions that are not trained may hold anything, NaN and infinity too, in every input: `without_garbage` replaces
-them
-   before any arithmetic, so neither value nor gradient can see them.
+   them before any arithmetic, so neither value nor gradient can see them.
 2. A loss is the sum over tokens of weight x term. The weights come from `rl/batch.py`, one set for the whole step.
 
 The terms are in `terms.py`, one algorithm a file beside it, and `registry.py` finds an algorithm's loss.

@@ -5,8 +5,8 @@ of long answers in the task (`length_penalty`).
 """
 
 from rollforward.rl.algorithms import DAPO
-from rollforward.rl.losses.base import LossInputs, LossOutput, mean_metric, without_garbage
-from rollforward.rl.losses.terms import behavior_ratio, clipped_surrogate, policy_output
+from rollforward.rl.losses.base import LossInputs, LossOutput, without_garbage
+from rollforward.rl.losses.terms import clipped_output
 
 
 def dapo_loss(algorithm: DAPO, inputs: LossInputs) -> LossOutput:
@@ -19,8 +19,4 @@ def dapo_loss(algorithm: DAPO, inputs: LossInputs) -> LossOutput:
 
     Source: arXiv 2503.14476, equation 8.
     """
-    inputs = without_garbage(inputs)
-    ratio_T = behavior_ratio(inputs)
-    pg_T, is_clipped_T = clipped_surrogate(ratio_T, inputs.advantages_T, algorithm)
-    clipped = mean_metric("actor/pg_clipfrac", is_clipped_T, inputs.trained_mask_T)
-    return policy_output(algorithm, inputs, pg_T, ratio_T=ratio_T, metrics=[clipped])
+    return clipped_output(algorithm, without_garbage(inputs))

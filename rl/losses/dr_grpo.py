@@ -4,8 +4,8 @@ Both are left out in `rl/batch.py`: the weights of tokens are constant, advantag
 """
 
 from rollforward.rl.algorithms import DrGRPO
-from rollforward.rl.losses.base import LossInputs, LossOutput, mean_metric, without_garbage
-from rollforward.rl.losses.terms import behavior_ratio, clipped_surrogate, policy_output
+from rollforward.rl.losses.base import LossInputs, LossOutput, without_garbage
+from rollforward.rl.losses.terms import clipped_output
 
 
 def dr_grpo_loss(algorithm: DrGRPO, inputs: LossInputs) -> LossOutput:
@@ -18,8 +18,4 @@ def dr_grpo_loss(algorithm: DrGRPO, inputs: LossInputs) -> LossOutput:
 
     Source: arXiv 2503.20783, section 3.2.
     """
-    inputs = without_garbage(inputs)
-    ratio_T = behavior_ratio(inputs)
-    pg_T, is_clipped_T = clipped_surrogate(ratio_T, inputs.advantages_T, algorithm)
-    clipped = mean_metric("actor/pg_clipfrac", is_clipped_T, inputs.trained_mask_T)
-    return policy_output(algorithm, inputs, pg_T, ratio_T=ratio_T, metrics=[clipped])
+    return clipped_output(algorithm, without_garbage(inputs))

@@ -4,7 +4,7 @@ import torch
 
 from rollforward.rl.algorithms import GSPO
 from rollforward.rl.losses.base import LossInputs, LossOutput, log_ratio_means, mean_metric, without_garbage
-from rollforward.rl.losses.terms import behavior_ratio, clipped_surrogate, policy_output, unit_ratio
+from rollforward.rl.losses.terms import MAX_LOG_RATIO, behavior_ratio, clipped_surrogate, policy_output, unit_ratio
 
 
 def gspo_loss(algorithm: GSPO, inputs: LossInputs) -> LossOutput:
@@ -24,7 +24,8 @@ def gspo_loss(algorithm: GSPO, inputs: LossInputs) -> LossOutput:
     Source: arXiv 2507.18071, equations 5, 7 and 14.
     """
     inputs = without_garbage(inputs)
-    sequence_ratio_N = torch.exp(-log_ratio_means(inputs)).to(inputs.policy_logprobs_T.dtype)
+    log_ratio_N = (-log_ratio_means(inputs)).clamp(max=MAX_LOG_RATIO)
+    sequence_ratio_N = torch.exp(log_ratio_N).to(inputs.policy_logprobs_T.dtype)
     sequence_ratio_T = sequence_ratio_N[inputs.trajectory_T] * unit_ratio(inputs)
     pg_T, is_clipped_T = clipped_surrogate(sequence_ratio_T, inputs.advantages_T, algorithm)
     clipped = mean_metric("actor/pg_clipfrac", is_clipped_T, inputs.trained_mask_T)

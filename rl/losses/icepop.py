@@ -23,7 +23,7 @@ def icepop_loss(algorithm: IcePop, inputs: LossInputs) -> LossOutput:
     ratio_T = behavior_ratio(inputs)
     correction_T = ratio_T.detach()
     keep_T = (correction_T >= algorithm.ratio_min) & (correction_T <= algorithm.ratio_max)
-    # Selected, because an infinite ratio times 0 is NaN; that of a broken policy stays visible through unit_ratio.
+    # A NaN of the policy drops the token, and stays visible through unit_ratio.
     weight_T = torch.where(keep_T, correction_T, 0)
     pg_T = -weight_T * inputs.advantages_T * unit_ratio(inputs)
     metrics = [

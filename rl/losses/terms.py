@@ -19,14 +19,19 @@ from rollforward.rl.losses.base import (
     LossOutput,
     log_ratio_means,
     loss_metric,
+    mean_metric,
     shared_metrics,
     sum_by_trajectory,
 )
 
+MAX_LOG_RATIO = 20.0
+"""Nats. A ratio of policy to behavior probability is at most the exponential of it, 4.9e8: exp overflows float32 beyond
+88, and infinity x 0, in a branch that clipping did not take too, is NaN in the gradient. verl has the same bound."""
+
 
 def behavior_ratio(inputs: LossInputs) -> Tensor:
-    """Return [T] policy over behavior probability, with grad."""
-    return torch.exp(inputs.policy_logprobs_T - inputs.behavior_logprobs_T)
+    """Return [T] policy over behavior probability, with grad; beyond `MAX_LOG_RATIO` the bound, without."""
+    return torch.exp((inputs.policy_logprobs_T - inputs.behavior_logprobs_T).clamp(max=MAX_LOG_RATIO))
 
 
 def unit_ratio(inputs: LossInputs) -> Tensor:
@@ -55,6 +60,14 @@ def clipped_surrogate(ratio_T: Tensor, advantages_T: Tensor, bounds: ClippedRati
     plain_T = ratio_T * advantages_T
     bounded_T = ratio_T.clamp(1 - bounds.clip_eps_low, 1 + bounds.clip_eps_high) * advantages_T
     return -torch.minimum(plain_T, bounded_T), bounded_T < plain_T
+
+
+def clipped_output(algorithm: ClippedRatio, inputs: LossInputs) -> LossOutput:
+    """Return `policy_output` of the surrogate that is clipped token by token; `actor/pg_clipfrac` is logged."""
+    ratio_T = behavior_ratio(inputs)
+    pg_T, is_clipped_T = clipped_surrogate(ratio_T, inputs.advantages_T, algorithm)
+    clipped = mean_metric("actor/pg_clipfrac", is_clipped_T, inputs.trained_mask_T)
+    return policy_output(algorithm, inputs, pg_T, ratio_T=ratio_T, metrics=[clipped])
 
 
 def unbiased_kl(ratio_T: Tensor, policy_logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:

@@ -252,6 +252,34 @@ def test_an_infinite_ratio_is_capped_or_dropped(algorithm: Algorithm, dtype: tor
     assert gradient_T[0].item() == pytest.approx(-caps[type(algorithm)] / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo_plain", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_ratio_beyond_float32_is_bounded_where_it_is_clipped(name: str, advantage: float, beta: float) -> None:
+    """exp(99) and exp(1999) are infinite in float32, and infinity x 0 is NaN, in the branch that clipping did not take
+    too. A bound takes their place, and their gradient away; other tokens are trained as ever."""
+    algorithm = msgspec.structs.replace(EVERY[name], kl_beta=beta)
+    advantages_T = torch.tensor([advantage, advantage, -1.0])
+    plain = three_tokens(torch.float32, advantages_T=advantages_T)
+    expected = gradient(policy_loss(algorithm, plain), plain)
+    for log_ratio in (99.0, 1999.0):
+        behavior_T = plain.behavior_logprobs_T.clone()
+        behavior_T[0] = math.log(0.6) - log_ratio
+        inputs = three_tokens(torch.float32, advantages_T=advantages_T, behavior_logprobs_T=behavior_T)
+        output = policy_loss(algorithm, inputs)
+        gradient_T = gradient(output, inputs)
+        assert torch.isfinite(output.loss)
+        assert torch.isfinite(gradient_T).all()
+        assert gradient_T[2] == expected[2]
+        if name != "gspo":
+            assert gradient_T[1] == expected[1]
+        if advantage > 0 and beta == 0:
+            assert gradient_T[0] == 0.0
+        if advantage < 0 and beta == 0:
+            worst = 0.5 * math.exp(20.0) * (1.0 if name == "gspo" else 0.5)
+            assert output.trajectory_loss_N[0].item() == pytest.approx(worst, rel=1e-6)
+
+
 @every
 def test_only_the_policy_gets_a_gradient(algorithm: Algorithm) -> None:
     inputs = three_tokens()
