@@ -17,10 +17,38 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests that a replica decodes together; the rest wait."""
     prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] = 2048
     """Prompt tokens of one prefill call."""
+    cache_blocks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Blocks of compressed cache entries of a replica. None: enough for max_batch_requests of the longest request. With
+    fewer, requests wait and running ones are preempted: their tokens stay, their cache is computed again."""
+    prefix_sharing: bool = True
+    """Whether whole blocks of equal tokens under one weight version are kept once."""
     threads: Annotated[int, msgspec.Meta(ge=1)] = 2
     """CPU threads of a replica; the learner waits while it computes."""
     max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
     """How often a request is begun, the first time included, when damage in the log makes what was sampled useless; one
     that is damaged once more fails as infra."""
+    ledger: str | None = None
+    """Socket of a ledger that is told of every token that leaves a replica; set by `rollforward drill`."""
+    heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    """How often a replica's process is asked for a sign of life, seconds, while it has something to do."""
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """Seconds without a sign of life after which a replica's process is killed and started again from its log. More than
+    the longest stop of a machine that only swaps or is debugged."""
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """Seconds that a replica's process may take to come up. The run ends when it does not: there is no room for it."""
+    drain_s: Annotated[float, msgspec.Meta(gt=0)] = 25.0
+    """Seconds that a replica takes at most to hand over, on SIGTERM to its process and where a notice names no time of
+    its own."""
+    max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+    """How often a replica is started again under one weight version, so within a step; at one loss more the run ends, and
+    `rollforward resume` goes on. Replicas that were told to go elsewhere do not count."""
     wal: WalConfig = WalConfig()
     """The token log: what a published token survives, and sizes."""
+
+    def __post_init__(self) -> None:
+        """Refuse a timeout that no answer could keep."""
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"rollout.heartbeat_timeout_s is {self.heartbeat_timeout_s:g} with heartbeat_s {self.heartbeat_s:g}; a"
+                f" replica must be asked twice before it is given up. Set it to {2 * self.heartbeat_s:g} at least"
+            )
