@@ -53,9 +53,27 @@ class EngineInputError(RolloutError, ValueError):
     """A request cannot be served by this engine (too long, wrong version); the caller fixes it before sending."""
 
 
+class WorkerLostError(RolloutError, RuntimeError):
+    """The process of a replica died, hangs or cannot be reached; what is durable in its log is kept.
+
+    Whoever supervises it ends what is left of the process and starts another one on the same log.
+    """
+
+
+class RolloutLostError(RolloutError, RuntimeError):
+    """A replica was lost more often than allowed, or there is no place for it. Nothing durable is lost.
+
+    The caller ends the run with a non-zero exit code; it goes on from the logs once the cause is removed.
+    """
+
+
 class EnvironmentConfigError(RolloutError, ValueError):
     """Tools are configured so that no turn could be answered; the user changes what the message names."""
 
 
 class WeightsError(RolloutError, RuntimeError):
     """Published weights are damaged or are not what their manifest says; the engine keeps the version it had."""
+
+
+class LedgerError(RolloutError, RuntimeError):
+    """A replica is told to report what it publishes to a ledger that is not there; nothing leaves it unreported."""

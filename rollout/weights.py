@@ -167,6 +167,20 @@ def _config_hash(config: ModelConfig) -> str:
     return _hash(msgspec.json.encode(config_json(config), order="deterministic"))
 
 
+def read_manifest(directory: Path) -> WeightsManifest:
+    """Read what a published version holds.
+
+    Raises:
+        WeightsError: the directory or its manifest is absent or unreadable.
+    """
+    try:
+        return msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=WeightsManifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise WeightsError(
+            f"{directory} holds no readable {MANIFEST_NAME}: {error}. Publish the version again"
+        ) from error
+
+
 def read_published(directory: Path) -> tuple[WeightsManifest, ModelConfig, dict[str, PackedTensor]]:
     """Read a published version.
 
@@ -174,12 +188,7 @@ def read_published(directory: Path) -> tuple[WeightsManifest, ModelConfig, dict[
         WeightsError: the directory or its manifest is absent or unreadable.
         CheckpointError: a tensor file is damaged.
     """
-    try:
-        manifest = msgspec.json.decode((directory / MANIFEST_NAME).read_bytes(), type=WeightsManifest)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise WeightsError(
-            f"{directory} holds no readable {MANIFEST_NAME}: {error}. Publish the version again"
-        ) from error
+    manifest = read_manifest(directory)
     config = load_model_config(directory / "config.json")
     return manifest, config, read_packed(directory, config)
 
