@@ -18,6 +18,7 @@ from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.publication import Publication
 from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.types import Completion, Request, ResumeStats
 from rollforward.rollout.wal import open_log
@@ -75,6 +76,12 @@ class Replica:
             self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
             opened.callback(self._log.close)
             self._problems = recovered.problems
+            self._publication: Publication | None = None
+            if config.ledger is not None:
+                scope, life = str(log_directory.parent), f"{name}/{self._log.epoch}"
+                self._publication = Publication(config.ledger, scope=scope, life=life, recovered=recovered)
+                opened.callback(self._publication.close)
+                answering = self._publication.watch(answering)
             self._engine: Engine = LocalEngine(
                 model_config,
                 precision=precision,
@@ -102,7 +109,8 @@ class Replica:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample requests to their end; every token returned is durable. See ``Engine.generate``."""
-        return self._engine.generate(requests)
+        completions = self._engine.generate(requests)
+        return completions if self._publication is None else self._publication.completions(completions)
 
     def log_problems(self) -> tuple[Problem, ...]:
         """Return what was wrong with the log when it was opened, with the requests that fail because of it."""
