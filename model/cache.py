@@ -6,6 +6,10 @@ slot: the ring of the sliding window and the rings of raw key-values that still 
 tail, HCA tail). **Block** planes hold compressed entries; a block covers lcm(m, m') tokens, so that every layer's
 entries of those tokens live in the same block number. Block 0 is never written: its zeros stand for absent entries.
 
+The CPU keeps rows as float32. Where caches are packed (FlashMLA's layout), a row is a ``RowFormat``: 448 E4M3 bytes, 64
+BF16 rotary dimensions and 8 bytes of scales for a window row or entry (584 B), packed E2M1 and its scales for an index
+key (68 B), float32 for raw key-values. ``cache_bytes`` adds either up.
+
 A ring holds position p in row p mod size, and every row read is checked against the positions that exist, so a slot
 needs no clearing when a new sequence takes it.
 
@@ -19,8 +23,59 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rollforward.kernels.quant.formats import KV_GROUP, MXFP4_GROUP
 from rollforward.model.config import ModelConfig
 from rollforward.model.segments import EntryIndex, SegmentBatch
+
+_SCALE_ALIGNMENT = 8
+"""Scale bytes of an entry are padded to this."""
+
+_CACHE_LINE = 64
+
+_FP32_BYTES = 4
+
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """How a row is stored where the cache is packed. A page (the rows of one unit) has all payloads, then all
+    scales."""
+
+    name: Literal["kv_entry", "index_key", "fp32"]
+    """``kv_entry``: E4M3, rotary dimensions BF16. ``index_key``: E2M1. ``fp32``: float32."""
+    payload_bytes: int
+    """Elements of a row."""
+    scale_bytes: int
+    """Scales of a row, their padding included."""
+    alignment_bytes: int
+    """A page of a block plane is padded to a multiple of this."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.payload_bytes + self.scale_bytes
+
+
+def kv_entry_format(config: ModelConfig) -> RowFormat:
+    """Return the format of a window row or compressed entry; 584 bytes with 448 + 64 dimensions."""
+    payload = config.nope_head_dim + _BF16_BYTES * config.qk_rope_head_dim
+    num_scales = math.ceil(config.nope_head_dim / KV_GROUP)
+    scale_bytes = math.ceil(num_scales / _SCALE_ALIGNMENT) * _SCALE_ALIGNMENT
+    return RowFormat(name="kv_entry", payload_bytes=payload, scale_bytes=scale_bytes, alignment_bytes=payload)
+
+
+def index_key_format(config: ModelConfig) -> RowFormat:
+    """Return the format of an index key; 68 bytes with 128 dimensions."""
+    width = config.index_head_dim
+    return RowFormat(
+        name="index_key", payload_bytes=width // 2, scale_bytes=width // MXFP4_GROUP, alignment_bytes=_CACHE_LINE
+    )
+
+
+def fp32_format(width: int) -> RowFormat:
+    """Return the format of a row of raw key-values or scores, and of every row on the CPU."""
+    return RowFormat(name="fp32", payload_bytes=_FP32_BYTES * width, scale_bytes=0, alignment_bytes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +90,53 @@ class Plane:
     """Rows of one unit: ring size, or entries per block."""
     width: int
     """Elements of a row, float32 on the CPU."""
+    packed: RowFormat
+    """A row where the cache is packed."""
+
+    @property
+    def stored(self) -> RowFormat:
+        """A row on the CPU."""
+        return fp32_format(self.width)
 
 
-def block_tokens(config: ModelConfig) -> int:
-    """Return the tokens that one cache block covers: the least common multiple of the compression ratios in use."""
+@dataclass(frozen=True, kw_only=True)
+class CacheBytes:
+    """What a sequence takes, MTP not counted.
+
+    Example: cache_bytes(preset("flash"), packed=True).per_token == 3514.25
+    """
+
+    window: int
+    """Sliding windows of a sequence."""
+    state: int
+    """Its raw key-values and scores that wait for their entry."""
+    block: int
+    """Entries of one block."""
+    padded_block: int
+    """The same with each plane's page padded."""
+    block_tokens: int
+    """Tokens that a block covers."""
+
+    @property
+    def per_token(self) -> float:
+        """Growth with every token of a long sequence, padding not counted."""
+        return self.block / self.block_tokens
+
+    @property
+    def per_sequence(self) -> int:
+        """What every sequence takes, however short."""
+        return self.window + self.state
+
+    def of_sequence(self, num_tokens: int) -> int:
+        """Return what a sequence of so many tokens occupies, padding included."""
+        return self.per_sequence + math.ceil(num_tokens / self.block_tokens) * self.padded_block
+
+
+def block_tokens(config: ModelConfig, *, multiple: int = 1) -> int:
+    """Return the tokens that one cache block covers: the least common multiple of the compression ratios in use, or so
+    many times it."""
     ratios = [ratio for ratio in config.compress_ratios if ratio > 0]
-    return math.lcm(*ratios) if ratios else config.sliding_window
+    return multiple * (math.lcm(*ratios) if ratios else config.sliding_window)
 
 
 def window_slots(config: ModelConfig, layer: int) -> int:
@@ -48,12 +144,17 @@ def window_slots(config: ModelConfig, layer: int) -> int:
     return config.compress_ratios[layer] * (2 if config.layer_kind(layer) == "csa" else 1)
 
 
-def cache_planes(config: ModelConfig) -> tuple[Plane, ...]:
-    """List every plane of the trunk's cache in a fixed order."""
-    planes = []
+def cache_planes(config: ModelConfig, *, block_multiple: int = 1) -> tuple[Plane, ...]:
+    """List every plane of the trunk's cache in a fixed order; see ``block_tokens`` for ``block_multiple``."""
+    planes: list[Plane] = []
+    entry = kv_entry_format(config)
+    formats = {"": entry, "index_": index_key_format(config)}
     for layer in range(config.num_hidden_layers):
         prefix = f"layers.{layer}."
-        planes.append(Plane(name=prefix + "window", kind="state", rows=config.sliding_window, width=config.head_dim))
+        window = Plane(
+            name=prefix + "window", kind="state", rows=config.sliding_window, width=config.head_dim, packed=entry
+        )
+        planes.append(window)
         kind = config.layer_kind(layer)
         if kind == "window":
             continue
@@ -63,25 +164,55 @@ def cache_planes(config: ModelConfig) -> tuple[Plane, ...]:
                 continue
             raw_width = entry_width * (2 if kind == "csa" else 1)
             slots = window_slots(config, layer)
-            entries = block_tokens(config) // config.compress_ratios[layer]
+            entries = block_tokens(config, multiple=block_multiple) // config.compress_ratios[layer]
+            name = prefix + role
             planes += [
-                Plane(name=f"{prefix}{role}raw_kv", kind="state", rows=slots, width=raw_width),
-                Plane(name=f"{prefix}{role}raw_score", kind="state", rows=slots, width=raw_width),
-                Plane(name=f"{prefix}{role}entries", kind="block", rows=entries, width=entry_width),
+                Plane(name=f"{name}{raw}", kind="state", rows=slots, width=raw_width, packed=fp32_format(raw_width))
+                for raw in ("raw_kv", "raw_score")
             ]
+            planes.append(
+                Plane(name=name + "entries", kind="block", rows=entries, width=entry_width, packed=formats[role])
+            )
     return tuple(planes)
 
 
-def allocate_cache(config: ModelConfig, *, num_slots: int, num_blocks: int) -> dict[str, Tensor]:
+def cache_bytes(config: ModelConfig, *, packed: bool, block_multiple: int = 1) -> CacheBytes:
+    """Add up the planes of a model.
+
+    Args:
+        config: the model.
+        packed: in the packed formats, else as the CPU stores them.
+        block_multiple: see ``block_tokens``.
+    """
+    window = state = block = padded = 0
+    for plane in cache_planes(config, block_multiple=block_multiple):
+        row = plane.packed if packed else plane.stored
+        num_bytes = plane.rows * row.num_bytes
+        if plane.kind == "block":
+            block += num_bytes
+            padded += math.ceil(num_bytes / row.alignment_bytes) * row.alignment_bytes
+        elif plane.name.endswith("window"):
+            window += num_bytes
+        else:
+            state += num_bytes
+    tokens = block_tokens(config, multiple=block_multiple)
+    return CacheBytes(window=window, state=state, block=block, padded_block=padded, block_tokens=tokens)
+
+
+def allocate_cache(
+    config: ModelConfig, *, num_slots: int, num_blocks: int, block_multiple: int = 1
+) -> dict[str, Tensor]:
     """Allocate zeroed storage for every plane: [slots or blocks, rows, width] float32.
 
     Args:
         config: the model.
         num_slots: sequences that may be in flight, >= 1.
         num_blocks: blocks including the reserved block 0, >= 1.
+        block_multiple: see ``block_tokens``.
     """
     units = {"state": num_slots, "block": num_blocks}
-    return {plane.name: torch.zeros(units[plane.kind], plane.rows, plane.width) for plane in cache_planes(config)}
+    planes = cache_planes(config, block_multiple=block_multiple)
+    return {plane.name: torch.zeros(units[plane.kind], plane.rows, plane.width) for plane in planes}
 
 
 class CacheView:
@@ -126,8 +257,8 @@ def copy_sequence(
 
     Args:
         storage: from ``allocate_cache``.
-        source: slot and blocks that hold the sequence.
-        targets: slots and blocks of the copies; each has at least as many blocks as are in use.
+        source: slot, and the blocks that are to be copied: all of a sequence, or those that its copies do not share.
+        targets: slots and blocks of the copies; the first blocks of each are written.
     """
     source_slot, source_blocks = source
     target_slots = [slot for slot, _ in targets]

@@ -1,4 +1,4 @@
-"""Cache layout, reads and writes, and copies.
+"""Cache layout and its bytes, reads and writes, and copies.
 
 Not proven here: that decode on it equals prefill (parity/test_bit_contract.py); who owns slots and blocks (rollout/).
 """
@@ -7,8 +7,19 @@ import msgspec
 import pytest
 import torch
 
-from rollforward.model.cache import CacheView, allocate_cache, block_tokens, cache_planes, copy_sequence, window_slots
+from rollforward.model.cache import (
+    CacheView,
+    allocate_cache,
+    block_tokens,
+    cache_bytes,
+    cache_planes,
+    copy_sequence,
+    index_key_format,
+    kv_entry_format,
+    window_slots,
+)
 from rollforward.model.config import preset
+from rollforward.model.plan import make_plan
 from rollforward.model.segments import Segment, SegmentBatch
 from tests.helpers.tiny import tiny_config
 
@@ -48,6 +59,60 @@ def test_block_tokens_is_the_least_common_multiple():
     assert window_slots(config, 2) == 40
     plain = msgspec.structs.replace(tiny_config(), compress_ratios=(0, 0, 0, 0, 0))
     assert block_tokens(plain) == 16
+
+
+def test_rows_of_the_official_storage():
+    """FlashMLA's page: 576 bytes of payload per entry, then 8 of scales; the indexer's 64 and 4."""
+    entry, key = kv_entry_format(preset("flash")), index_key_format(preset("flash"))
+    assert (entry.payload_bytes, entry.scale_bytes, entry.num_bytes, entry.alignment_bytes) == (576, 8, 584, 576)
+    assert (key.payload_bytes, key.scale_bytes, key.num_bytes) == (64, 4, 68)
+    pages = {
+        plane.name.removeprefix("layers.2."): plane.rows * plane.packed.num_bytes
+        for plane in cache_planes(preset("flash"))
+        if plane.name.startswith("layers.2.")
+    }
+    assert pages == {
+        "window": 128 * 584,
+        "raw_kv": 32 * 1024,
+        "raw_score": 32 * 1024,
+        "entries": 32 * 584,
+        "index_raw_kv": 8 * 1024,
+        "index_raw_score": 8 * 1024,
+        "index_entries": 32 * 68,
+    }
+
+
+def test_bytes_are_the_published_ones():
+    flash = cache_bytes(preset("flash"), packed=True)
+    assert flash.per_token == 21 * (584 + 68) / 4 + 20 * 584 / 128 == 3514.25
+    assert flash.window == 43 * 128 * 584
+    assert flash.state == 1024 * (21 * (64 + 16) + 20 * 512)
+    # A page of 32 CSA entries is padded to 33 * 576, one of an HCA entry to 2 * 576, 32 index keys are 34 lines.
+    assert flash.padded_block == 21 * (33 * 576 + 34 * 64) + 20 * 2 * 576
+    assert flash.of_sequence(129) == flash.window + flash.state + 2 * flash.padded_block
+    assert round(cache_bytes(preset("pro"), packed=True).per_token) == 5031
+
+
+@pytest.mark.parametrize("name", ["flash", "pro", "tiny"])
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_bytes_of_the_planes_are_those_that_plan_says(name: str, multiple: int):
+    config = preset(name)
+    plan, planes = make_plan(config), cache_bytes(config, packed=True, block_multiple=multiple)
+    assert planes.per_token == pytest.approx(plan.kv_bytes_per_token, rel=1e-12)
+    assert planes.window == plan.window_bytes_per_sequence
+    assert planes.state == plan.state_bytes_per_sequence
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_bytes_as_stored_are_those_of_the_tensors(multiple: int):
+    config = tiny_config()
+    stored = cache_bytes(config, packed=False, block_multiple=multiple)
+    storage = allocate_cache(config, num_slots=3, num_blocks=5, block_multiple=multiple)
+    sizes = {"block": 0, "state": 0}
+    for name, plane in storage.items():
+        sizes["block" if name.endswith("entries") else "state"] += plane.nbytes
+    assert sizes == {"state": 3 * stored.per_sequence, "block": 5 * stored.padded_block}
+    assert stored.block_tokens == 32 * multiple
 
 
 def test_storage_is_zeroed_and_has_a_unit_per_slot_or_block():
