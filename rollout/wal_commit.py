@@ -1,20 +1,24 @@
 """Group commit: a bounded queue, one thread, one write and one sync per batch, and the seq up to which all is durable.
 
 Here: frames in, durability out; segments rotate on the way. Not here: what a frame means (rollout/wal.py over it,
-rollout/wal_records.py), files and fencing (rollout/wal_files.py).
+rollout/wal_records.py), segments (rollout/wal_segments.py), fencing (rollout/wal_files.py).
 """
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from rollforward.rollout.errors import RolloutError, WalStalledError, WalUsageError, WalWriteError
-from rollforward.rollout.wal_files import EpochClaim, SegmentFile
+from rollforward.rollout.wal_files import EpochClaim
 from rollforward.rollout.wal_records import WAL_KIND, WalConfig
-from rollforward.sandbox.codec import MAX_PAYLOAD_BYTES, SEGMENT_HEADER_BYTES, SegmentHeader, encode_frame, frame_seed
+from rollforward.rollout.wal_segments import SegmentWriter
+from rollforward.sandbox.codec import MAX_PAYLOAD_BYTES, SegmentHeader, encode_frame, frame_seed
 
 _QUEUE_ENTRY_BYTES = 128
 
@@ -82,14 +86,14 @@ class GroupCommitter:
         """
         self._claim = claim
         self._config = config
-        self._stream = stream
         self._seed = frame_seed(stream, claim.epoch)
-        self._sync = sync
         self._tail_crc = tail_crc
         self._next_seq = next_seq
         self._durable_seq = next_seq - 1
-        self._num_segments = 0
-        self._segment = self._new_segment(next_seq)
+        header = SegmentHeader(
+            kind=WAL_KIND, stream=stream, epoch=claim.epoch, segment=0, first_seq=next_seq, tail_crc=tail_crc
+        )
+        self._segments = SegmentWriter(claim.directories, header, config=config, sync=sync)
 
         self._condition = threading.Condition()
         self._queue: list[_Queued] = []
@@ -122,7 +126,7 @@ class GroupCommitter:
             sync_s=self._sync_s,
             sync_max_s=self._sync_max_s,
             backpressure_s=self._backpressure_s,
-            segments=self._num_segments,
+            segments=self._segments.num_segments,
         )
 
     def submit(self, frame_type: int, flags: int, payload: bytes) -> int:
@@ -220,8 +224,14 @@ class GroupCommitter:
                 f"log {self._claim.directory}: a sync has not returned for {self._config.stall_timeout_s} s;"
                 " end the process."
             )
-        self._segment.close()
-        self._claim.release()
+        try:
+            if self._error is None and not self._is_abandoned:
+                self._segments.finish()
+        except OSError as cause:
+            self._error = _write_error(cause, self._segments.path, self._durable_seq)
+        finally:
+            self._segments.close()
+            self._claim.release()
 
     def _wait_for_room(self, size: int) -> None:
         """Blocks until a record of `size` bytes fits, or something else ends the wait.
@@ -252,11 +262,7 @@ class GroupCommitter:
                 self._commit(batch)
             error = None
         except OSError as cause:
-            error = WalWriteError(
-                f"log {self._segment.path}: {cause}; durable up to seq {self._durable_seq}, nothing after it may be"
-                " published. End this replica; its successor goes on from the durable tokens."
-            )
-            error.__cause__ = cause
+            error = _write_error(cause, self._segments.path, self._durable_seq)
         except RolloutError as cause:
             error = cause
         finally:
@@ -289,16 +295,9 @@ class GroupCommitter:
             )
             parts.append(frame)
         data = b"".join(parts)
-        if (
-            self._segment.size_bytes > SEGMENT_HEADER_BYTES
-            and self._segment.size_bytes + len(data) > self._config.segment_bytes
-        ):
-            self._segment.close()
-            self._segment = self._new_segment(first_seq)
-        self._segment.write(data)
-        started = time.monotonic()
-        self._segment.sync()
-        sync_s = time.monotonic() - started
+        if not self._segments.has_room(len(data)):
+            self._segments.rotate(first_seq, self._tail_crc)
+        sync_s = self._segments.append(data)
         self._claim.check()
         self._tail_crc = tail_crc
         self._frames += len(batch)
@@ -310,15 +309,22 @@ class GroupCommitter:
             self._durable_seq = batch[-1].seq
             self._condition.notify_all()
 
-    def _new_segment(self, first_seq: int) -> SegmentFile:
-        header = SegmentHeader(
-            kind=WAL_KIND,
-            stream=self._stream,
-            epoch=self._claim.epoch,
-            segment=self._num_segments,
-            first_seq=first_seq,
-            tail_crc=self._tail_crc,
-        )
-        segment = SegmentFile(self._claim.directory, header, sync=self._sync)
-        self._num_segments += 1
-        return segment
+
+def _write_error(cause: OSError, path: Path, durable_seq: int) -> WalWriteError:
+    """Returns what a person needs to know of a failed write: file, bytes free, way out."""
+    name = Path(os.fsdecode(cause.filename)) if isinstance(cause.filename, str | bytes) else path
+    try:
+        found = os.statvfs(name.parent)
+        free = f"{found.f_bavail * found.f_frsize} bytes are free there"
+    except OSError as unknown:
+        free = f"how much is free there is not known ({unknown})"
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        way_out = "Make room (or raise the quota or the limit on a file's size)"
+    else:
+        way_out = "Look at the device (dmesg), or move the run to another one"
+    error = WalWriteError(
+        f"log {name}: {cause}; {free}; durable up to seq {durable_seq}, nothing after it may be published. {way_out},"
+        " then go on with `rollforward resume RUN_DIR`: a new writer continues from the durable tokens."
+    )
+    error.__cause__ = cause
+    return error

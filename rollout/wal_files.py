@@ -5,13 +5,12 @@
     LOCK                  held with flock by the live writer
 
 Here: names, atomic creation, locking and fencing. Not here: the bytes (sandbox/codec.py), the writer thread
-(rollout/wal_commit.py), reading (rollout/wal_scan.py).
+(rollout/wal_commit.py), segments being written (rollout/wal_segments.py), reading (rollout/wal_scan.py).
 """
 
 import fcntl
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -78,6 +77,7 @@ class EpochClaim:
     def __init__(self, directory: Path, epoch: int, lock: int) -> None:
         """Use `claim`."""
         self.directory = directory
+        self.directories = (directory,)
         self.epoch = epoch
         self._lock = lock
 
@@ -129,75 +129,6 @@ class EpochClaim:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-class SegmentFile:
-    """One open segment: created whole, appended to, synced, closed. Not thread-safe; owned by the writer thread."""
-
-    def __init__(self, directory: Path, header: SegmentHeader, *, sync: Callable[[int], None] | None) -> None:
-        """Creates the file; when this returns its header is on disk under its final name.
-
-        Args:
-            directory: of the stream.
-            header: of the segment.
-            sync: makes a descriptor's data durable (os.fdatasync), or None for the level `process`.
-
-        Raises:
-            WalFencedError: a segment of that name exists: somebody else has this epoch.
-            OSError: the kernel's; nothing is left under the final name.
-
-        """
-        self.path = directory / segment_name(header.epoch, header.segment)
-        self._sync = sync
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-        self._descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.size_bytes = 0
-        try:
-            self.write(encode_segment_header(header))
-            self.sync()
-            os.link(temporary, self.path)
-            os.unlink(temporary)
-            if sync is not None:
-                sync_directory(directory)
-        except FileExistsError:
-            self.close()
-            raise WalFencedError(
-                f"segment {self.path} exists already: another writer has epoch {header.epoch}. End this replica."
-            ) from None
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, data: bytes) -> None:
-        """Appends all of `data`; a short write is continued, an error is final.
-
-        Raises:
-            OSError: the kernel's; part of `data` may be in the file.
-
-        """
-        view = memoryview(data)
-        while view:
-            written = os.write(self._descriptor, view)
-            if written <= 0:
-                raise OSError(f"write to {self.path} accepted {written} bytes")
-            self.size_bytes += written
-            view = view[written:]
-
-    def sync(self) -> None:
-        """Makes everything written durable (nothing to do at level `process`).
-
-        Raises:
-            OSError: the kernel's; the descriptor must not be used again.
-
-        """
-        if self._sync is not None:
-            self._sync(self._descriptor)
-
-    def close(self) -> None:
-        """Closes the descriptor; safe to call twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def _lock(path: Path, *, takeover: bool) -> int:

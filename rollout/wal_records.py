@@ -46,6 +46,8 @@ class WalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a published token survives: `process` the death of any process, `node` also a power cut (fdatasync)."""
     segment_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 64 << 20
     """A commit that would make a segment larger than this starts a new one."""
+    preallocate: bool = True
+    """Fill segments with zeros before they are used: a sync then writes data alone. Only where syncs are made."""
     queue_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 16 << 20
     """Records waiting for the writer thread; beyond it an append waits (back-pressure on decoding, never dropping)."""
     stall_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 60.0

@@ -125,6 +125,8 @@ class LogScan(msgspec.Struct, frozen=True, kw_only=True):
     """Segments read."""
     torn_bytes: int
     """Bytes of writes that were never acknowledged."""
+    room_bytes: int
+    """Zeros at the end of the newest segment, prepared for frames that were never written."""
     torn_frames: int
     """Whole frames among them."""
     damaged_bytes: int
@@ -161,7 +163,7 @@ class _Account:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.cuts: list[Cut] = []
-        self.torn_bytes = self.torn_frames = self.damaged_bytes = 0
+        self.torn_bytes = self.torn_frames = self.damaged_bytes = self.room_bytes = 0
         self.lost_frames = self.duplicate_frames = self.fenced_frames = 0
 
     def add(self, kind: ProblemKind, where: str, detail: str) -> None:
@@ -213,6 +215,7 @@ def scan_log(directory: Path, *, stream: str | None = None) -> LogScan:
         tail_crc=last_crcs.get(start - 1, 0),
         num_segments=len(segments),
         torn_bytes=account.torn_bytes,
+        room_bytes=account.room_bytes,
         torn_frames=account.torn_frames,
         damaged_bytes=account.damaged_bytes,
         lost_frames=account.lost_frames,
@@ -401,7 +404,9 @@ def _count_bytes(
         if can_be_torn:
             # Before the last epoch, what follows keep_end may be whole frames of a fenced writer; those are counted as
             # such.
-            account.torn_bytes += segment.size_bytes - keep_end if is_last_epoch else segment.scan.torn_bytes
+            tail_bytes = segment.size_bytes - segment.scan.room_bytes - keep_end
+            account.torn_bytes += tail_bytes if is_last_epoch else segment.scan.torn_bytes
+            account.room_bytes += segment.scan.room_bytes
             if is_last_epoch and segment.size_bytes > keep_end:
                 account.cuts.append(Cut(segment.path, keep_end))
         else:

@@ -124,7 +124,10 @@ class FrameScan(msgspec.Struct, frozen=True, kw_only=True):
     damaged: tuple[ByteRange, ...]
     """Bytes between the start and the last good frame that are not good frames."""
     torn_bytes: int
-    """Bytes after the last good frame: a write that was cut short, or a damaged last frame."""
+    """Bytes after the last good frame, up to the last that is not zero: a write that was cut short, or a damaged last
+    frame."""
+    room_bytes: int
+    """Zeros at the end: room that was prepared for frames and not used."""
     end: int
     """Offset after the last good frame; where a repair truncates."""
 
@@ -190,7 +193,7 @@ def scan_frames(data: bytes, *, offset: int, seed: int) -> FrameScan:
         seed: `frame_seed` of the stream and epoch; frames of others do not verify.
 
     Returns:
-        FrameScan; frames, damaged and torn bytes cover data[offset:] exactly.
+        FrameScan; frames, damaged, torn and room bytes cover data[offset:] exactly.
 
     Invariants: deterministic; never raises on any bytes; O(len(data)) unless a buffer is full of forged magics.
 
@@ -207,7 +210,14 @@ def scan_frames(data: bytes, *, offset: int, seed: int) -> FrameScan:
             damaged.append(ByteRange(good_end, position))
         frames.append(frame)
         position = good_end = frame.end
-    return FrameScan(frames=tuple(frames), damaged=tuple(damaged), torn_bytes=len(data) - good_end, end=good_end)
+    torn_bytes = len(data[good_end:].rstrip(b"\0"))
+    return FrameScan(
+        frames=tuple(frames),
+        damaged=tuple(damaged),
+        torn_bytes=torn_bytes,
+        room_bytes=len(data) - good_end - torn_bytes,
+        end=good_end,
+    )
 
 
 def encode_segment_header(header: SegmentHeader) -> bytes:

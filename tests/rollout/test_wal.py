@@ -189,8 +189,9 @@ def test_sequence_numbers_and_epochs_grow_over_restarts(tmp_path: Path) -> None:
     assert log.requests[RequestId(0, 0, 0)].num_openings == 4
 
 
-def test_segments_rotate_without_a_seam(tmp_path: Path) -> None:
-    config = WalConfig(level="node", segment_bytes=4096)
+@pytest.mark.parametrize("is_preallocated", [True, False])
+def test_segments_rotate_without_a_seam(tmp_path: Path, is_preallocated: bool) -> None:
+    config = WalConfig(level="node", segment_bytes=4096, preallocate=is_preallocated)
     writer, _ = start(tmp_path, config)
     with writer:
         writer.append_open(request(0), slot=0)
@@ -272,26 +273,31 @@ def test_a_directory_keeps_its_stream(tmp_path: Path) -> None:
     start(tmp_path)[0].close()
 
 
-def test_a_failed_sync_is_final_and_never_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_preallocated", [True, False])
+def test_a_failed_sync_is_final_and_never_tried_again(tmp_path: Path, is_preallocated: bool) -> None:
     calls: list[int] = []
+    # The zeros, the header, OPEN, and then the step.
+    failing = 3 + is_preallocated
 
     def sync(descriptor: int) -> None:
         calls.append(descriptor)
-        if len(calls) == 3:
+        if len(calls) == failing:
             raise OSError(errno.EIO, "emulated")
         os.fdatasync(descriptor)
 
-    writer, _ = start(tmp_path, NODE, sync=sync)
+    writer, _ = start(tmp_path, msgspec.structs.replace(NODE, preallocate=is_preallocated), sync=sync)
     durable = writer.append_open(request(0), slot=0)
     writer.wait_durable(durable)
     lost = step(writer, {0: 1})
-    with pytest.raises(WalWriteError, match=r"Errno 5.*durable up to seq 1"):
+    with pytest.raises(
+        WalWriteError, match=r"0\.wal: .Errno 5.*bytes are free there; durable up to seq 1,.*Look at the device"
+    ):
         writer.wait_durable(lost)
     for use in (lambda: step(writer, {0: 2}), lambda: writer.wait_durable(lost), writer.close):
         with pytest.raises(WalWriteError):
             use()
     writer.wait_durable(durable)
-    assert (writer.durable_seq, len(calls)) == (durable, 3)
+    assert (writer.durable_seq, len(calls)) == (durable, failing)
     assert isinstance(writer.error, WalWriteError)
     heir, log = start(tmp_path, NODE)
     assert tokens(log, 0) in ([], [1])

@@ -45,8 +45,8 @@ def assert_accounted(data: bytes, offset: int, seed: int = SEED) -> list[tuple[i
     scan = scan_frames(data, offset=offset, seed=seed)
     frame_bytes = sum(found.end - found.start for found in scan.frames)
     damaged_bytes = sum(part.end - part.start for part in scan.damaged)
-    assert frame_bytes + damaged_bytes + scan.torn_bytes == len(data) - offset
-    assert scan.end + scan.torn_bytes == len(data)
+    assert frame_bytes + damaged_bytes + scan.torn_bytes + scan.room_bytes == len(data) - offset
+    assert scan.end + scan.torn_bytes + scan.room_bytes == len(data)
     return [(found.seq, found.payload) for found in scan.frames]
 
 
@@ -130,7 +130,7 @@ def test_frames_of_another_epoch_or_stream_do_not_verify() -> None:
 
 def test_zeros_are_no_frame() -> None:
     scan = scan_frames(frame(1, b"abc") + bytes(64), offset=0, seed=SEED)
-    assert (len(scan.frames), scan.damaged, scan.torn_bytes) == (1, (), 64)
+    assert (len(scan.frames), scan.damaged, scan.torn_bytes, scan.room_bytes) == (1, (), 0, 64)
     assert assert_accounted(bytes(64) + frame(1, b"abc"), 0) == [(1, b"abc")]
 
 
