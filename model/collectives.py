@@ -13,7 +13,8 @@ for the smallest sums. A rank whose process ends breaks its connections, and who
 once; one that hangs is given up after ``join_group``'s timeout. A rank that got the error must end too, or those that
 wait for *it* wait out their timeout: whoever started the ranks ends all when one fails.
 
-Here: one process of the group. Not here: joining it (``distributed.py``), which tensors there are (``trainer.py``).
+Here: one process of the group. Not here: joining it (``distributed.py``), which tensors there are
+(``optim_hybrid.py``).
 """
 
 from collections.abc import Generator, Sequence

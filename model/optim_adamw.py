@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from rollforward.model.train_config import OptimConfig
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's state of a parameter NAME, saved as `NAME.exp_avg` and `NAME.exp_avg_sq`."""
 
 
 class _Linear(nn.Module):
@@ -75,7 +76,7 @@ class DeepSpeedAdamW:
         """Return a copy of both moments of every parameter, `NAME.exp_avg` and `NAME.exp_avg_sq`."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 value = safe_get_full_optimizer_state(parameter, moment)
                 assert value is not None, "the state exists from the start"
                 found[f"{name}.{moment}"] = value
@@ -87,7 +88,7 @@ class DeepSpeedAdamW:
             for name, parameter in self._parameters.items():
                 parameter.copy_(named[name])
                 safe_set_full_fp32_param(parameter, named[name])
-                for moment in _MOMENTS:
+                for moment in MOMENTS:
                     safe_set_full_optimizer_state(parameter, moments[f"{name}.{moment}"], moment)
             for state in self._engine.optimizer.optimizer.state.values():
                 state["step"].fill_(float(num_steps))
@@ -100,7 +101,7 @@ class DeepSpeedAdamW:
             for flat in group["params"]:
                 zero.optimizer.state[flat] = {
                     "step": torch.tensor(0.0),
-                    **{moment: torch.zeros_like(flat) for moment in _MOMENTS},
+                    **{moment: torch.zeros_like(flat) for moment in MOMENTS},
                 }
         zero._lazy_init_hp_params_optimizer_state()
 

@@ -12,19 +12,15 @@ subtree, because Muon turns 1e-7 in a gradient into 1e-3 in an update. So a step
 of ranks. Dense matrices are shared in groups of Z ranks, which update redundantly; experts lie over all R ranks
 (`assignment.py`).
 
-Here: what goes where, and the state as files. Not here: the forward pass (`trainer.py`), collective calls
-(`collectives.py`).
+Here: what goes where. Not here: the forward pass (`trainer.py`), collective calls (`collectives.py`), files of the
+state (`trainer_state.py`).
 """
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollforward.kernels.optim.stochastic_round import stochastic_round_bf16
@@ -33,15 +29,14 @@ from rollforward.model.assignment import Assignment, muon_assignments
 from rollforward.model.blocks import block, flat_views, flatten_blocks, square_norms, write_blocks
 from rollforward.model.collectives import RankGroups, ShardedTreeSum
 from rollforward.model.config import ModelConfig
-from rollforward.model.errors import TrainerError
 from rollforward.model.gradient_tree import TreeSum, subtree_bounds
-from rollforward.model.matrices import LogicalMatrix
-from rollforward.model.optim_adamw import DeepSpeedAdamW
+from rollforward.model.optim_adamw import MOMENTS, DeepSpeedAdamW
 from rollforward.model.optim_muon import Muon
 from rollforward.model.precision import PackedTensor
 from rollforward.model.published import PublishedWeights, packed_bytes
 from rollforward.model.shapes import param_specs
 from rollforward.model.train_config import HybridMuon, OptimConfig
+from rollforward.model.trainer_state import read_matrices, read_tensors, write_matrices, write_tensors
 
 _ADAMW_NAME = "adamw.safetensors"
 _MUON_PATTERN = "muon.*.safetensors"
@@ -230,46 +225,41 @@ class HybridOptimizer:
             found |= self._assembled(self.experts, rows)
         return found
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, num_steps: int) -> None:
         """Write this rank's part of masters and state into a directory that all ranks see. Collective."""
         moments = self._adamw.moments()
         if self.groups.rank == 0:
-            save_file({**moments, **self._adamw.parameters()}, directory / _ADAMW_NAME)
+            write_tensors(directory / _ADAMW_NAME, {**moments, **self._adamw.parameters()}, num_steps=num_steps)
         for label, shard in (("dense", self.dense), ("experts", self.experts)):
-            if shard is None or not self._writes(shard):
-                continue
-            names = json.dumps([msgspec.to_builtins(matrix) for matrix in shard.muon.matrices])
-            save_file(
-                {"masters": shard.muon.masters, "momenta": shard.muon.momenta},
-                directory / f"muon.{label}.{self.groups.rank:05d}.safetensors",
-                metadata={"matrices": names},
-            )
+            if shard is not None and self._writes(shard):
+                path = directory / f"muon.{label}.{self.groups.rank:05d}.safetensors"
+                muon = shard.muon
+                write_matrices(path, muon.matrices, muon.masters, muon.momenta, num_steps=num_steps)
 
     def load(self, directory: Path, *, num_steps: int) -> None:
         """Take this rank's part of what any number of ranks saved. Collective.
 
         Raises:
-            TrainerError: a matrix or a tensor is not there.
+            TrainerError: a matrix or a tensor is not there, of another shape or of another step.
         """
-        stored = load_file(directory / _ADAMW_NAME)
-        if absent := [spec.name for spec in self._adamw_specs if spec.name not in stored]:
-            raise TrainerError(_absent(directory / _ADAMW_NAME, absent))
+        shapes = {
+            name: spec.shape
+            for spec in self._adamw_specs
+            for name in (spec.name, *(f"{spec.name}.{moment}" for moment in MOMENTS))
+        }
+        stored = read_tensors(directory / _ADAMW_NAME, shapes, num_steps=num_steps)
         self._adamw.load(stored, stored, num_steps=num_steps)
         wanted = {
-            matrix: (muon.masters[start:end], muon.momenta[start:end])
+            matrix: (master.view(-1), momentum.view(-1))
             for muon in (shard.muon for shard in self._shards())
-            for matrix, start, end in _places(muon.matrices)
+            for matrix, master, momentum in zip(
+                muon.matrices,
+                flat_views(muon.masters, muon.matrices),
+                flat_views(muon.momenta, muon.matrices),
+                strict=True,
+            )
         }
-        for path in sorted(directory.glob(_MUON_PATTERN)):
-            with safe_open(path, framework="pt") as file:
-                matrices = msgspec.json.decode(file.metadata()["matrices"], type=list[LogicalMatrix])
-                masters, momenta = file.get_slice("masters"), file.get_slice("momenta")
-                for matrix, start, end in _places(matrices):
-                    if (targets := wanted.pop(matrix, None)) is not None:
-                        targets[0].copy_(masters[start:end])
-                        targets[1].copy_(momenta[start:end])
-        if wanted:
-            raise TrainerError(_absent(directory, [str(matrix) for matrix in wanted]))
+        read_matrices(directory, _MUON_PATTERN, wanted, num_steps=num_steps)
 
     def _shards(self) -> list[MuonShard]:
         return [shard for shard in (self.dense, self.experts) if shard is not None]
@@ -323,18 +313,3 @@ def _flat_shares(shard: MuonShard, gradients: Mapping[str, Tensor]) -> Tensor:
     for row, share in zip(flat.view(len(shard.shares), -1), shard.shares, strict=True):
         flatten_blocks(gradients, share, row)
     return flat
-
-
-def _places(matrices: Sequence[LogicalMatrix]) -> Iterator[tuple[LogicalMatrix, int, int]]:
-    """Each matrix with where it begins and ends in a flat share."""
-    start = 0
-    for matrix in matrices:
-        yield matrix, start, start + matrix.num_elements
-        start += matrix.num_elements
-
-
-def _absent(place: Path, names: Sequence[str]) -> str:
-    return (
-        f"{place} does not hold {', '.join(names[:3])} ({len(names)} in all), which this model and optimizer have; a"
-        " run goes on with the settings that it was begun with. Repeat them, or begin another run_dir"
-    )

@@ -1,7 +1,7 @@
 """Muon for the whole matrices that one rank owns: masters and momenta flat, directions batched by shape.
 
 What lives here: the arithmetic of an update. What does not: the reduction of gradients and their clipping
-(`trainer.py`), who owns which matrix (`assignment.py`), AdamW for the rest (`optim_adamw.py`).
+(`optim_hybrid.py`), who owns which matrix (`assignment.py`), AdamW for the rest (`optim_adamw.py`).
 
 Local letters: B matrices of one shape, N their smaller and M their larger side.
 """

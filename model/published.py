@@ -41,7 +41,7 @@ class PublishedWeights:
         for spec in self._specs.values():
             packed = self.pack(spec.name, named[spec.name])
             self._packed[spec.name] = packed
-            # Never the caller's storage: plain formats share it.
+            # Never the bytes' own storage, which plain formats share.
             self._values[spec.name] = unpack_published(packed).clone().requires_grad_(spec.trained)
 
     @property
@@ -69,8 +69,8 @@ class PublishedWeights:
         return found
 
     def pack(self, name: str, master: Tensor) -> PackedTensor:
-        """Return the bytes that a master of the whole tensor, or of one of its stacked experts, becomes."""
-        return pack_published(self._format_of(name), master)
+        """Return the bytes that a master of the whole tensor, or of one of its stacked experts, becomes; a copy."""
+        return _packed_copy(self._format_of(name), master)
 
     def replace(self, name: str, packed: PackedTensor) -> None:
         """Take new bytes of a whole tensor; what was handed out before keeps the old ones."""
@@ -131,7 +131,7 @@ class PublishedWeights:
             )
         if self._is_native:
             return dict(self._packed)
-        return {name: pack_published(spec, self._values[name]) for name, spec in self._specs.items()}
+        return {name: _packed_copy(spec, self._values[name]) for name, spec in self._specs.items()}
 
     def _holds(self, name: str, packed: PackedTensor) -> bool:
         return torch.equal(self._values[name].view(torch.uint8), unpack_published(packed).view(torch.uint8))
@@ -141,6 +141,14 @@ class PublishedWeights:
         if self._is_native or spec.format == "int64":
             return spec
         return TensorSpec(name=name, shape=spec.shape, format="fp32", trained=spec.trained)
+
+
+def _packed_copy(spec: TensorSpec, master: Tensor) -> PackedTensor:
+    """Published bytes in memory of their own: plain formats would share the master's, which the next step writes to."""
+    packed = pack_published(spec, master)
+    if packed.data.data_ptr() != master.data_ptr():
+        return packed
+    return PackedTensor(format=packed.format, data=packed.data.clone(), scale=packed.scale)
 
 
 def packed_bytes(matrices: Sequence[PackedTensor]) -> Tensor:

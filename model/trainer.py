@@ -18,11 +18,11 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollforward.model.balance import updated_bias
@@ -35,6 +35,7 @@ from rollforward.model.published import PublishedWeights
 from rollforward.model.routing import Routing
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.train_config import BalanceConfig, OptimConfig, Precision
+from rollforward.model.trainer_state import read_tensors, write_tensors
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import build_weights
 
@@ -77,7 +78,7 @@ class StepResult:
 class _SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What trainer.json holds."""
 
-    num_steps: int
+    num_steps: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Trainer:
@@ -192,7 +193,8 @@ class Trainer:
     def masters(self) -> dict[str, Tensor]:
         """Return a copy of every master, and the published value of every frozen tensor, by canonical name.
         Collective."""
-        frozen = {name: value.detach().clone() for name, value in self._published.values.items()}
+        values = self._published.values
+        frozen = {name: value.clone() for name, value in values.items() if not value.requires_grad}
         return {**frozen, **self._optimizer.masters()}
 
     def published(self) -> dict[str, PackedTensor]:
@@ -211,16 +213,15 @@ class Trainer:
             CheckpointError: the disk refuses.
         """
         try:
-            self._optimizer.save(directory)
+            self._optimizer.save(directory, num_steps=self._num_steps)
             if self._optimizer.groups.rank == 0:
-                save_file(self._gate_biases(), directory / _BIASES_NAME)
+                write_tensors(directory / _BIASES_NAME, self._gate_biases(), num_steps=self._num_steps)
                 state = _SavedState(num_steps=self._num_steps)
                 (directory / _STATE_NAME).write_bytes(msgspec.json.encode(state))
         except (OSError, RuntimeError, SafetensorError) as error:
-            free_bytes = shutil.disk_usage(directory).free
             raise CheckpointError(
-                f"{directory} cannot be written ({free_bytes} bytes are free): {error}. Make room; the run goes on from"
-                " the checkpoint before"
+                f"{directory} cannot be written ({_free_text(directory)}): {error}. Make room; the run goes on from the"
+                " checkpoint before"
             ) from error
 
     def load(self, directory: Path) -> None:
@@ -228,19 +229,20 @@ class Trainer:
         ranks that wrote it. Collective.
 
         Raises:
-            TrainerError: the directory holds no such state, or that of another model or optimizer.
+            TrainerError: the directory holds no such state, that of another model or optimizer, or files of two saves.
         """
         try:
             state = msgspec.json.decode((directory / _STATE_NAME).read_bytes(), type=_SavedState)
             self._optimizer.load(directory, num_steps=state.num_steps)
-            biases = load_file(directory / _BIASES_NAME)
+            shapes = {name: value.shape for name, value in self._gate_biases().items()}
+            biases = read_tensors(directory / _BIASES_NAME, shapes, num_steps=state.num_steps)
         except (OSError, msgspec.MsgspecError, SafetensorError) as error:
             raise TrainerError(
                 f"{directory} holds no trainer state that can be read: {error}. Resume from another checkpoint"
             ) from error
         self._num_steps = state.num_steps
-        for name in self._gate_biases():
-            self._published.replace(name, self._published.pack(name, biases[name]))
+        for name, bias_E in biases.items():
+            self._published.replace(name, self._published.pack(name, bias_E))
         self._optimizer.publish_into(self._published)
         self._published.take_flips()
 
@@ -328,3 +330,10 @@ class Trainer:
                 Metric(name="actor/balance_loss", numerator=balance_loss, denominator=1, per="step", reduction="sum")
             )
         return tuple(metrics)
+
+
+def _free_text(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free} bytes are free"
+    except OSError:
+        return "its room is unknown"
