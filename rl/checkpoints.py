@@ -1,6 +1,7 @@
 """Checkpoints of a run: a directory that is whole or absent, and the choice of the one to go on from.
 
-checkpoints/step_000040/   state.json (where the loop stands, and a hash of every other file) and what the learner wrote
+checkpoints/step_000040/   state.json (where the loop stands, its hash and that of every other file), and what the
+                           learner wrote
 
     .step_000040.partial written --> durable --> read back, hashes as written --renamed--> step_000040 --> old ones go
 
@@ -20,6 +21,7 @@ from rollforward.model.checkpoint import sync_path
 from rollforward.rl.errors import CheckpointWriteError
 from rollforward.rl.prompts import DataCursor
 from rollforward.rl.tracker import TrackerState
+from rollforward.rollout.bias import BiasTotals
 from rollforward.rollout.replica import LogStats
 
 CHECKPOINTS_NAME = "checkpoints"
@@ -42,6 +44,8 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Largest difference so far between a token's probability in the engine and in training (RL)."""
     tracker: TrackerState | None = None
     """Where the tracker stands; None before the first checkpoint."""
+    length_bias: BiasTotals = BiasTotals()
+    """Lengths trained on so far against those of all attempts (RL)."""
     log_positions: dict[str, int] = {}
     """Replica -> sequence number of the last durable record of its token log (RL). Nothing is in flight when a
     checkpoint is taken, so the groups of the next step begin behind it."""
@@ -50,9 +54,12 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What state.json holds."""
 
-    state: LoopState
+    state: msgspec.Raw
+    """Where the loop stands: a `LoopState`."""
+    state_hash: str
+    """128-bit BLAKE2b hex digest of the bytes of `state`: another digit in it is valid JSON too."""
     files: dict[str, str]
-    """Path inside the checkpoint -> 128-bit BLAKE2b hex digest of the file."""
+    """Path inside the checkpoint -> hash, alike, of the file."""
 
 
 def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None], *, keep: int) -> Path:
@@ -77,10 +84,11 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
         shutil.rmtree(leftover)
     partial.mkdir()
     write(partial)
-    record = _Record(state=state, files=_file_hashes(partial))
+    encoded = msgspec.Raw(msgspec.json.encode(state))
+    record = _Record(state=encoded, state_hash=_hash(encoded), files=_file_hashes(partial))
     (partial / STATE_NAME).write_bytes(msgspec.json.encode(record))
     _sync_tree(partial)
-    _validate(partial, record)
+    _validate(partial, state)
     if target.exists():  # damaged, or the run would have gone on from it
         shutil.rmtree(target)
     partial.rename(target)
@@ -113,7 +121,7 @@ def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:
     has_damage = False
     for directory in sorted(root.glob("step_*"), reverse=True):
         try:
-            record, wrong = _read_back(directory)
+            state, wrong = _read_back(directory)
         except (OSError, msgspec.MsgspecError) as error:
             say(f"checkpoint {directory} is damaged: {error}")
             has_damage = True
@@ -124,7 +132,7 @@ def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:
             continue
         if has_damage:
             say(f"going on from {directory}")
-        return directory, record.state
+        return directory, state
     if has_damage:
         say("no checkpoint is whole; going on from the start of the run")
     return None
@@ -152,7 +160,7 @@ def name_lost_logs(state: LoopState, stats: Sequence[LogStats]) -> None:
             )
 
 
-def _validate(directory: Path, record: _Record) -> None:
+def _validate(directory: Path, state: LoopState) -> None:
     """Read everything back, from the device where the kernel lets go of its copy.
 
     Raises:
@@ -166,7 +174,7 @@ def _validate(directory: Path, record: _Record) -> None:
         found, wrong = _read_back(directory)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointWriteError(f"{directory} cannot be read back: {error}. {_FAULTY}") from error
-    if wrong or found != record:
+    if wrong or found != state:
         raise CheckpointWriteError(
             f"{directory}: {', '.join(wrong) or STATE_NAME} reads back differently from what was written. {_FAULTY}"
         )
@@ -178,15 +186,21 @@ _FAULTY = (
 )
 
 
-def _read_back(directory: Path) -> tuple[_Record, list[str]]:
-    """What state.json says, and the files that are not as it says.
+def _read_back(directory: Path) -> tuple[LoopState, list[str]]:
+    """Where state.json says that the loop stands, and the files that are not as they were written, or were not.
 
     Raises:
         OSError, msgspec.MsgspecError: it cannot be read.
     """
     record = msgspec.json.decode((directory / STATE_NAME).read_bytes(), type=_Record)
-    found = _file_hashes(directory)
-    return record, sorted(name for name, digest in record.files.items() if found.get(name) != digest)
+    written = {STATE_NAME: record.state_hash, **record.files}
+    found = {STATE_NAME: _hash(record.state), **_file_hashes(directory)}
+    wrong = sorted(name for name in written.keys() | found.keys() if written.get(name) != found.get(name))
+    return msgspec.json.decode(record.state, type=LoopState), wrong
+
+
+def _hash(encoded: msgspec.Raw) -> str:
+    return hashlib.blake2b(bytes(encoded), digest_size=16).hexdigest()
 
 
 def _file_hashes(directory: Path) -> dict[str, str]:

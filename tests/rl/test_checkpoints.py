@@ -159,16 +159,33 @@ def test_a_damaged_newer_one_does_not_count_among_those_kept(tmp_path: Path, kee
     assert found[1] == _state(3)
 
 
-def test_a_state_without_positions_is_read(tmp_path: Path) -> None:
-    """Checkpoints written before there were any."""
-    save_checkpoint(tmp_path, _state(1), _write(), keep=1)  # type: ignore[arg-type]
-    file = tmp_path / "step_000001" / STATE_NAME
-    text = file.read_text()
-    assert '"log_positions":{}' in text
-    file.write_text(text.replace(',"log_positions":{}', ""))
+@pytest.mark.parametrize(
+    ("before", "after"), [('"position":14', '"position":15'), ('"log_positions":{}', '"log_positions":{"engine":7}')]
+)
+def test_another_number_in_the_state_is_damage_too(
+    tmp_path: Path, before: str, after: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is valid JSON, and the run would go on with prompts that it has not reached."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, _state(step), _write(), keep=3)  # type: ignore[arg-type]
+    file = tmp_path / "step_000002" / STATE_NAME
+    assert file.read_text().count(before) == 1
+    file.write_text(file.read_text().replace(before, after))
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found[1] == _state(1)
+    assert f"step_000002 is damaged: {STATE_NAME}" in capsys.readouterr().err
+
+
+def test_a_file_that_nobody_wrote_is_damage_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trainer reads all shards that it finds: one of another number of ranks would be believed."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, _state(step), _write(), keep=3)  # type: ignore[arg-type]
+    (tmp_path / "step_000002" / "shard_7").write_text("")
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found[1] == _state(1)
+    assert "step_000002 is damaged: shard_7" in capsys.readouterr().err
 
 
 def _logged(directory: Path, name: str, prompts: range) -> LogStats:
