@@ -273,6 +273,22 @@ class ResumeStats(msgspec.Struct, frozen=True, kw_only=True):
     attempt."""
     given_up: int = 0
     """Damaged requests without an attempt left; they fail as infra."""
+    prefilled_tokens: int = 0
+    """Tokens of resumed requests that no saved key-values covered, the last one of each left out: computed again."""
+    kv_restored: int = 0
+    """Resumed requests whose key-values came from a file."""
+    kv_missing: int = 0
+    """Saved key-values that the log names and the directory has not."""
+    kv_damaged: int = 0
+    """Saved key-values with a wrong checksum or length."""
+    kv_foreign: int = 0
+    """Saved key-values of another request, attempt or other tokens."""
+    kv_other_weights: int = 0
+    """Saved key-values of another weight version."""
+    kv_other_layout: int = 0
+    """Saved key-values of another model, cache layout or precision."""
+    kv_beyond_log: int = 0
+    """Saved key-values of tokens or routes that the log has not."""
 
 
 class Segment(ArrayRecord, frozen=True, kw_only=True, eq=False):
