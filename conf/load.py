@@ -265,6 +265,11 @@ def _translated(error: BaseException, groups: Mapping[str, tuple[str, ...]]) -> 
             f"{found[1]}: this command has no such group to choose from; its groups are listed by --help. "
             f"To set a value below it write {found[1].replace('/', '.')}.KEY=VALUE. Hydra says: {line}"
         )
+    if found := re.search(r"force-add of config groups is not supported: '\+\+([\w./-]+)=(.*)'", text):
+        return ConfigError(
+            f"{found[1]}={found[2]}: a choice of {found[1]} has a name: {', '.join(groups.get(found[1], ()))}. To set a"
+            f" value below it write {found[1].replace('/', '.')}.KEY=VALUE."
+        )
     if found := re.search(r"Missing mandatory value: ([\w.\[\]-]+)", text):
         return ConfigError(f"{found[1]} has no value and needs one. Set {found[1]}=VALUE.")
     if found := re.search(r"Interpolation key '([^']+)' not found", text):
@@ -339,8 +344,9 @@ def _validation_text(schema: type[msgspec.Struct], data: Mapping[str, Any], mess
     shown = msgspec.json.encode(value).decode()
     text = f"{dotted} is {shown}; {rule[0].lower()}{rule[1:].replace('`', '')}."
     if field is not None:
-        text += f" It takes {field.type}; default: {field.default}."
-    return text
+        return f"{text} It takes {field.type}; default: {field.default}."
+    below = dict.fromkeys(one.path for one in schema_fields(schema) if one.path.startswith(f"{dotted}."))
+    return f"{text} Set what is below it: {', '.join(list(below)[:6])}." if below else text
 
 
 def to_yaml(config: msgspec.Struct) -> str:

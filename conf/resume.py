@@ -120,6 +120,7 @@ def moved(jobs: Sequence[Job], overrides: Sequence[str]) -> list[Job]:
         ConfigError: the value is none.
     """
     configs = {job.name: job.config for job in jobs}
+    changed: dict[str, Any] = {}
     for key, value in plain_settings(overrides):
         head, _, rest = key.partition(".")
         names = [head] if head in configs else list(configs)
@@ -133,8 +134,10 @@ def moved(jobs: Sequence[Job], overrides: Sequence[str]) -> list[Job]:
                 " another run_dir."
             )
         for name in having:
-            data = _with(msgspec.to_builtins(configs[name]), path.split("."), value)
-            configs[name] = decode(type(configs[name]), data)
+            data = changed.get(name) or msgspec.to_builtins(configs[name])
+            changed[name] = _with(data, path.split("."), value)
+    # Decoded when all are in: fewer ranks and a smaller optim.zero_size are valid only together.
+    configs |= {name: decode(type(configs[name]), data) for name, data in changed.items()}
     return [job._replace(config=configs[job.name]) for job in jobs]
 
 

@@ -27,6 +27,10 @@ class FakeCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     address: str | None = None
     threads: int = 1
 
+    def __post_init__(self) -> None:
+        if self.ranks > 8 and self.address is None:
+            raise ValueError("more than 8 ranks need an address")
+
 
 class FakeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_dir: str
@@ -282,6 +286,14 @@ def test_one_run_of_a_recipe_on_another_cluster_keeps_the_record_of_the_rest(wor
     assert work.made == ["grpo 7 on 2", "heldout 1"]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_settings_that_are_valid_only_together_may_come_in_any_order(work: Work, order: int) -> None:
+    _interrupted(work, "grpo")
+    settings = ["cluster.ranks=16", "cluster.address=head"][::order]
+    assert cli.main(["resume", "out", *settings]) == 0
+    assert work.made == ["grpo 7 on 16"]
+
+
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
@@ -295,6 +307,7 @@ def test_one_run_of_a_recipe_on_another_cluster_keeps_the_record_of_the_rest(wor
         ("warmup.cluster.ranks=2", "may change: nothing of these runs"),
         ("run_dir=elsewhere", "run_dir=elsewhere: a run goes on"),
         ("cluster.ranks=two", 'cluster.ranks is "two"; expected int'),
+        ("cluster.ranks=16", "more than 8 ranks need an address"),
         ("~cluster.ranks=2", "sets no value"),
         ("cluster.ranks=1,2", "names several values"),
     ],
