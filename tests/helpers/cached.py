@@ -37,6 +37,10 @@ class CachedSequences:
             self._position[slot] = 0
             self._blocks[slot] = blocks[index * self._per_slot :][: self._per_slot]
 
+    def place(self, slot: int, position: int) -> None:
+        """Go on from a position whose past was written into the slot's own place from outside."""
+        self._position[slot] = position
+
     def owner(self, slot: int) -> tuple[int, tuple[int, ...]]:
         """A slot and its blocks in order."""
         return slot, tuple(self._blocks[slot])
