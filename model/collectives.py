@@ -32,7 +32,7 @@ from rollforward.model.gradient_tree import TreeSum, check_power_of_two, join_su
 PIECE_ELEMENTS = 1 << 20
 """Elements of a message that is added on arrival: two of them are all that a reduction holds beside its argument."""
 
-_OPERATIONS = ("tree_reduce_scatter", "all_gather", "exact_sum", "all_true", "ShardedTreeSum.send")
+_OPERATIONS = ("tree_reduce_scatter", "all_gather", "exact_sum", "all_true", "all_texts", "ShardedTreeSum.send")
 _NUM_AGREED = 5
 _UNKNOWN = 1 << 62
 """Stands for a number that this rank leaves to the others."""
@@ -250,6 +250,19 @@ class RankGroups:
             with self._others_alive():
                 torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
         return bool(smallest)
+
+    def all_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order; all get the same list.
+
+        Raises:
+            TrainerError: ranks are in different operations.
+            RankLostError: another rank died.
+        """
+        self._agree("all_texts")
+        found = [""] * self._num_ranks
+        with self._others_alive():
+            torch.distributed.all_gather_object(found, text)
+        return found
 
     def swap_shards(
         self, leaf: Tensor | None, senders: Sequence[int], *, length: int, num_leaves: int, index: int

@@ -124,7 +124,7 @@ class StepGradients:
         if not optim.stochastic_rounding:
             return _flat_shares(shard, gradients)
         leaf = torch.zeros(len(shard.shares) * shard.length, dtype=torch.bfloat16)
-        number = 0
+        number = 0  # in the flat order that all ranks' shares have end to end, however many there are
         for row, share in zip(leaf.view(len(shard.shares), -1), shard.shares, strict=True):
             for matrix, target in zip(share, flat_views(row, share), strict=True):
                 key = (self._owner.seed, self._step, self._leaf, number)

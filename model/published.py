@@ -22,7 +22,7 @@ from rollforward.model.shapes import TensorFormat, TensorSpec, param_specs, unst
 from rollforward.model.train_config import Precision
 
 QUANTISED: tuple[TensorFormat, ...] = ("mxfp4", "fp8", "bf16")
-"""Formats that a value loses digits in."""
+"""Formats in which a value loses digits; the others hold a master as it is."""
 
 
 class PublishedWeights:

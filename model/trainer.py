@@ -288,8 +288,7 @@ class Trainer:
         if part is not None and not math.isfinite(value):
             worst = ", ".join(part.worst) or "unknown"
             found = f"{part.name}: the loss is {value}; it must be finite. Worst sequences: {worst}"
-        told: list[str] = [""] * self._optimizer.groups.num_ranks
-        torch.distributed.all_gather_object(told, found)
+        told = self._optimizer.groups.all_texts(found)
         raise NonFiniteLossError(
             f"step {self._num_steps}, {'. And '.join(filter(None, told))}. Nothing was updated. Look at them and lower"
             " optim.lr"

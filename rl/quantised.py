@@ -1,18 +1,16 @@
 """The check that training goes through the published formats: reports of all learner ranks against the model's plan.
 
-A pure function of reports. What a rank counts is in `model/trainer.py`.
+A pure function of reports. What a rank counts is in `model/published.py`.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.shapes import TensorFormat, tensor_specs
+from rollforward.model.published import QUANTISED
+from rollforward.model.shapes import tensor_specs
 from rollforward.model.train_config import Precision
 from rollforward.rl.errors import QuantisationError
-
-ROUNDING_FORMATS: tuple[TensorFormat, ...] = ("mxfp4", "fp8", "bf16")
-"""Published formats in which a master loses bits; the others hold it as it is."""
 
 
 def planned_quantised(config: ModelConfig, precision: Precision) -> dict[str, int]:
@@ -21,9 +19,9 @@ def planned_quantised(config: ModelConfig, precision: Precision) -> dict[str, in
     Example: in precision fp32 none: every number is 0.
     """
     if precision == "fp32":
-        return dict.fromkeys(ROUNDING_FORMATS, 0)
+        return dict.fromkeys(QUANTISED, 0)
     counts = Counter(spec.format for spec in tensor_specs(config))
-    return {name: counts[name] for name in ROUNDING_FORMATS}
+    return {name: counts[name] for name in QUANTISED}
 
 
 def check_quantised(reports: Sequence[Mapping[str, int]], config: ModelConfig, precision: Precision) -> None:

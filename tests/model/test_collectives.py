@@ -117,6 +117,9 @@ def sums_are_exact(groups: RankGroups) -> None:
     last = groups.num_ranks - 1
     assert not groups.all_true(groups.rank != last)
     assert groups.all_true(groups.rank == last) == (last == 0)
+    assert groups.all_texts(f"rank {groups.rank} " * groups.rank) == [
+        f"rank {rank} " * rank for rank in range(groups.num_ranks)
+    ]
 
 
 def refused(message: str, call: Callable[[], object]) -> None:
