@@ -35,6 +35,7 @@ from rollforward.conf.errors import RunDirError
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.answers import Answer, sampled_answers
 from rollforward.rl.batch import build_step_batch
+from rollforward.rl.bias_metrics import bias_of_step
 from rollforward.rl.checkpoints import (
     CHECKPOINTS_NAME,
     LoopState,
@@ -235,8 +236,12 @@ class Controller:
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
         with self._timed("update_actor"):
             metrics = self._learner.update(step_dir, plan_micro_batches(batch.rows, run.micro_batch_tokens))
-        counters = log_metrics(self._rollout.log_stats())
+        logs = self._rollout.log_stats()
+        bias = bias_of_step(sampled.groups, logs, state.length_bias, alarm_z=run.rollout.bias_alarm_z)
+        if bias.alarm is not None:
+            say(f"step {state.step + 1}: {bias.alarm}")
         turns = turn_metrics(list(sampled.turns.values()))
+        counters = (*log_metrics(logs), *bias.metrics)
         values = metric_values((*batch.metrics, *step_groups.metrics, *turns, *metrics, *counters))
         # Rewards, lengths and failures are the policy's, so over all that it sampled; the batch knows what is trained.
         values |= metric_values(group_metrics(sampled.groups))
@@ -249,6 +254,7 @@ class Controller:
             cursor=sampled.cursor,
             trained_tokens=state.trained_tokens + batch.num_trained_tokens,
             probs_diff_max=max(state.probs_diff_max, values["training/rollout_probs_diff_max"]),
+            length_bias=bias.totals,
         )
         shows = self._is_due(after.step, run.tracker.answers_every_steps or run.eval.every_steps)
         answers = sampled_answers(batch.rows, sampled.examples, sampled.completions, self._encoder) if shows else ()

@@ -25,8 +25,8 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
     rewards = [trajectory.reward for trajectory in included if trajectory.reward is not None]
     lengths = [trajectory.num_trained_tokens for trajectory in included]
     return (
-        *_distribution("critic/rewards", rewards, per="trajectory"),
-        *_distribution("response_length", lengths, per="trajectory"),
+        *distribution("critic/rewards", rewards, per="trajectory"),
+        *distribution("response_length", lengths, per="trajectory"),
         _share("response_length/clip_ratio", [t.stop_reason.is_truncation for t in included], per="trajectory"),
         *_baseline_metrics(groups),
         *(
@@ -67,15 +67,15 @@ def turn_metrics(turns_N: Sequence[Sequence[AssistantTurn]]) -> tuple[Metric, ..
     calls = [sum(len(turn.calls) for turn in turns) for turns in turns_N]
     malformed = [turn.problem is not None for turns in turns_N for turn in turns]
     return (
-        *_distribution("num_turns", [len(turns) for turns in turns_N], per="trajectory"),
-        *_distribution("tool_call_counts", calls, per="trajectory"),
+        *distribution("num_turns", [len(turns) for turns in turns_N], per="trajectory"),
+        *distribution("tool_call_counts", calls, per="trajectory"),
         _share("failure/parse/rate", malformed, per="turn"),
     )
 
 
 def advantage_metrics(advantages: Sequence[float]) -> tuple[Metric, ...]:
     """Return mean, maximum and minimum of the advantages of the trajectories that count."""
-    return _distribution("critic/advantages", advantages, per="trajectory")
+    return distribution("critic/advantages", advantages, per="trajectory")
 
 
 def _baseline_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
@@ -96,7 +96,7 @@ def _share(name: str, hits: Sequence[bool], *, per: str) -> Metric:
     return Metric(name=name, numerator=float(sum(hits)), denominator=float(len(hits)), per=per)
 
 
-def _distribution(name: str, values: Sequence[float], *, per: str) -> tuple[Metric, ...]:
+def distribution(name: str, values: Sequence[float], *, per: str) -> tuple[Metric, ...]:
     """Mean, maximum and minimum; merged parts give those of all values."""
     count = float(len(values))
     return (

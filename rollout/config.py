@@ -42,6 +42,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     """How often a replica is started again under one weight version, so within a step; at one loss more the run ends, and
     `rollforward resume` goes on. Replicas that were told to go elsewhere do not count."""
+    bias_alarm_z: Annotated[float, msgspec.Meta(gt=0)] = 4.0
+    """Standard deviations between the mean length of the responses trained on and the one that all attempts, unfinished
+    ones too, tell of, beyond which a run warns of a length bias."""
     wal: WalConfig = WalConfig()
     """The token log: what a published token survives, and sizes."""
 

@@ -18,6 +18,7 @@ from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.interruptions import Interruption, find_interruptions
 from rollforward.rollout.publication import Publication
 from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.types import Completion, Request, ResumeStats
@@ -39,6 +40,8 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of the writer."""
     resumed: ResumeStats
     """Counters of what an earlier process had logged."""
+    interruptions: tuple[Interruption, ...] = ()
+    """Requests of the step asked for last, and of later ones, that earlier processes left in flight."""
 
 
 class Replica:
@@ -76,6 +79,8 @@ class Replica:
             self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
             opened.callback(self._log.close)
             self._problems = recovered.problems
+            self._interruptions = find_interruptions(recovered, max_attempts=config.max_attempts)
+            self._step = 0
             self._publication: Publication | None = None
             if config.ledger is not None:
                 scope, life = str(log_directory.parent), f"{name}/{self._log.epoch}"
@@ -109,6 +114,7 @@ class Replica:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample requests to their end; every token returned is durable. See ``Engine.generate``."""
+        self._step = max((request.id.step for request in requests), default=self._step)
         completions = self._engine.generate(requests)
         return completions if self._publication is None else self._publication.completions(completions)
 
@@ -123,6 +129,7 @@ class Replica:
             position=self._log.durable_seq,
             written=self._log.stats(),
             resumed=self._engine.resume_stats(),
+            interruptions=tuple(one for one in self._interruptions if one.id.step >= self._step),
         )
 
     def close(self) -> None:

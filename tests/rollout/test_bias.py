@@ -2,6 +2,7 @@
 restarts in closed form; evidence over steps. Whether a real log shows it is in faults/test_length_law.py."""
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from rollforward.rollout.bias import (
 BY_HAND = np.array([3, 5, 7, 7]), np.array([False, True, False, False])
 
 
-def _restart_law(pi_L: npt.NDArray[np.float64], survive_L: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _restart_law(pi_L: npt.NDArray[Any], survive_L: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Delivered law where an interrupted request is drawn anew until one is through, over lengths."""
     weight_L = pi_L * survive_L
     return weight_L / weight_L.sum()
@@ -148,10 +149,10 @@ def test_restart_is_a_length_penalty() -> None:
     lengths_L, rate = np.arange(1, 30), 0.07
     pi_L = generator.dirichlet(np.ones(29))
 
-    def objective(law_L: npt.NDArray[np.float64]) -> float:
+    def objective(law_L: npt.NDArray[Any]) -> float:
         return float(-rate * (law_L @ lengths_L) - law_L @ np.log(law_L / pi_L))
 
-    best_L = _restart_law(pi_L, np.exp(-rate * lengths_L, dtype=np.float64))
+    best_L = _restart_law(pi_L, np.exp(-rate * lengths_L))
     assert objective(best_L) == pytest.approx(math.log(pi_L @ np.exp(-rate * lengths_L)))
     for _ in range(200):
         other_L = best_L * np.exp(generator.normal(0, 0.1, 29))
