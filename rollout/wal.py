@@ -32,6 +32,7 @@ from rollforward.rollout.types import (
 )
 from rollforward.rollout.wal_commit import GroupCommitter, WalStats
 from rollforward.rollout.wal_files import EpochClaim
+from rollforward.rollout.wal_mirror import mirror_directory
 from rollforward.rollout.wal_records import (
     NO_SLOT,
     NUM_SLOTS,
@@ -70,8 +71,8 @@ def open_log(
         stream: identity of the replica, at most 32 bytes; stays the same over restarts.
         config: durability level and sizes.
         takeover: go past a lock that another live process holds; only when a coordinator has given that process up.
-        sync: makes a descriptor's data durable at level `node`; another one only to emulate a device in a benchmark or
-        test.
+        sync: makes a descriptor's data durable above level `process`; another one only to emulate a device in a
+            benchmark or test.
 
     Returns:
         (writer, recovered). Finished requests are to be answered from `recovered`, unfinished ones opened again with
@@ -80,16 +81,18 @@ def open_log(
 
     Raises:
         WalLockedError: another live process writes the stream.
-        WalUsageError: the directory belongs to another stream, or a newer version of the format wrote in it.
+        WalUsageError: the directory belongs to another stream, or a newer version of the format wrote in it, or the
+            mirror is on the same device or belongs to another log.
         WalFencedError: another process took the stream over at the same moment.
         OSError: the directory cannot be made or written.
 
     Invariants: safe to call again after any error or kill; sequence numbers and epochs grow over all calls.
 
     """
-    claim = EpochClaim.claim(directory, stream=stream, takeover=takeover)
+    mirror = mirror_directory(config, directory)
+    claim = EpochClaim.claim(directory, stream=stream, takeover=takeover, mirror=mirror)
     try:
-        recovered = recover(directory, stream=stream, repair=True)
+        recovered = recover(directory, stream=stream, repair=True, mirror=mirror)
         newer = [problem.where for problem in recovered.problems if problem.kind is ProblemKind.UNSUPPORTED]
         if newer:
             raise WalUsageError(
@@ -102,7 +105,7 @@ def open_log(
             config=config,
             next_seq=recovered.scan.next_seq,
             tail_crc=recovered.scan.tail_crc,
-            sync=sync if config.level == "node" else None,
+            sync=None if config.level == "process" else sync,
         )
     except BaseException:
         claim.release()

@@ -1,7 +1,8 @@
 """Files of a token log's directory: segments, the epoch file, the lock.
 
     00000003-000002.wal   segment 2 of epoch 3 (created whole under a temporary name, then linked: never half a header)
-    EPOCH                 a segment header of kind "EPOC": stream and newest epoch; who has an older one is fenced
+    EPOCH                 a segment header of kind "EPOC": stream, newest epoch (who has an older one is fenced), and
+                          the log's identity, which its mirror shares
     LOCK                  held with flock by the live writer
 
 Here: names, atomic creation, locking and fencing. Not here: the bytes (sandbox/codec.py), the writer thread
@@ -68,67 +69,96 @@ def sync_directory(directory: Path) -> None:
 
 
 class EpochClaim:
-    """Ownership of a stream's directory by one writer: the lock, and an epoch newer than any before.
+    """Ownership of a stream's directories by one writer: their locks, and an epoch newer than any before.
 
     States: held (from `claim`) -> released (`release`, or the process ends). A claim that another one overtook stays
     held but `check` raises.
     """
 
-    def __init__(self, directory: Path, epoch: int, lock: int) -> None:
+    def __init__(self, directories: tuple[Path, ...], epoch: int, locks: list[int]) -> None:
         """Use `claim`."""
-        self.directory = directory
-        self.directories = (directory,)
+        self.directories = directories
         self.epoch = epoch
-        self._lock = lock
+        self._locks = locks
+
+    @property
+    def directory(self) -> Path:
+        """The first directory."""
+        return self.directories[0]
 
     @classmethod
-    def claim(cls, directory: Path, *, stream: str, takeover: bool) -> Self:
+    def claim(cls, directory: Path, *, stream: str, takeover: bool, mirror: Path | None = None) -> Self:
         """Creates the directory if need be, takes the lock and a new epoch; from then on older writers are fenced.
 
         Args:
             directory: of one stream; shared with nobody else.
             stream: its identity; a directory keeps the first one it was claimed with.
             takeover: go past a lock that is still held (a stopped or partitioned process that a coordinator gave up).
+            mirror: directory of the second copy, claimed in the same way.
 
         Raises:
-            WalLockedError: another live process holds the lock.
-            WalUsageError: the directory belongs to another stream.
-            OSError: the directory cannot be made or written.
+            WalLockedError: another live process holds a lock.
+            WalUsageError: a directory belongs to another stream, or the mirror to another log.
+            OSError: a directory cannot be made or written.
 
         """
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = _lock(directory / LOCK_NAME, takeover=takeover)
+        directories = (directory,) if mirror is None else (directory, mirror)
+        locks: list[int] = []
         try:
-            current = read_epoch_file(directory)
-            if current is not None and current.stream != stream:
-                raise WalUsageError(
-                    f"log directory {directory} belongs to stream {current.stream!r}, not {stream!r};"
-                    " give each replica its own directory."
-                )
-            named = (parse_segment_name(path.name) for path in directory.iterdir())
-            epoch = 1 + max([current.epoch if current else 0, *(name[0] for name in named if name)])
-            content = SegmentHeader(kind=_EPOCH_KIND, stream=stream, epoch=epoch, segment=0, first_seq=0, tail_crc=0)
-            _replace(directory / EPOCH_NAME, encode_segment_header(content))
+            for home in directories:
+                home.mkdir(parents=True, exist_ok=True)
+                locks.append(_lock(home / LOCK_NAME, takeover=takeover))
+            epoch, identity = _next_epoch(directories, stream)
+            # The identity of the log stands where a segment has its first seq.
+            content = SegmentHeader(
+                kind=_EPOCH_KIND, stream=stream, epoch=epoch, segment=0, first_seq=identity, tail_crc=0
+            )
+            for home in directories:
+                replace_file(home / EPOCH_NAME, encode_segment_header(content))
         except BaseException:
-            os.close(lock)
+            for lock in locks:
+                os.close(lock)
             raise
-        return cls(directory, epoch, lock)
+        return cls(directories, epoch, locks)
 
     def check(self) -> None:
-        """Raises WalFencedError when a newer epoch exists or the directory is gone; costs one small read."""
-        current = read_epoch_file(self.directory)
-        if current is None or current.epoch != self.epoch:
-            newest = "none" if current is None else current.epoch
-            raise WalFencedError(
-                f"log {self.directory}: this writer has epoch {self.epoch}, the directory's is {newest}."
-                " Another replica took over; end this one."
-            )
+        """Raises WalFencedError when a newer epoch exists or a directory is gone; costs one small read of each."""
+        for home in self.directories:
+            current = read_epoch_file(home)
+            if current is None or current.epoch != self.epoch:
+                newest = "none" if current is None else current.epoch
+                raise WalFencedError(
+                    f"log {home}: this writer has epoch {self.epoch}, the directory's is {newest}."
+                    " Another replica took over; end this one."
+                )
 
     def release(self) -> None:
-        """Gives the lock back; safe to call twice."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Gives the locks back; safe to call twice."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+def _next_epoch(directories: tuple[Path, ...], stream: str) -> tuple[int, int]:
+    """Returns an epoch newer than any in the directories, and the identity of their log, drawn if it has none."""
+    epochs = [0]
+    identities: set[int] = set()
+    for home in directories:
+        current = read_epoch_file(home)
+        if current is not None and current.stream != stream:
+            raise WalUsageError(
+                f"log directory {home} belongs to stream {current.stream!r}, not {stream!r};"
+                " give each replica its own directory."
+            )
+        if current is not None:
+            epochs.append(current.epoch)
+            identities |= {current.first_seq} - {0}
+        epochs += [name[0] for name in map(parse_segment_name, os.listdir(home)) if name]
+    if len(identities) > 1:
+        raise WalUsageError(
+            f"log directory {directories[0]} and its mirror {directories[1]} belong to two different logs;"
+            " give each run its own wal.mirror_dir, or remove what lies there if it is not needed."
+        )
+    return 1 + max(epochs), identities.pop() if identities else int.from_bytes(os.urandom(8)) | 1
 
 
 def _lock(path: Path, *, takeover: bool) -> int:
@@ -153,12 +183,19 @@ def _lock(path: Path, *, takeover: bool) -> int:
     )
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces a small file so that a reader or a crash sees the old or the new content, never a mixture."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file so that a reader or a crash sees the old or the new content, never a mixture.
+
+    Raises:
+        OSError: the kernel's; the old content stays.
+
+    """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        os.write(descriptor, content)
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

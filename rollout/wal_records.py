@@ -42,8 +42,14 @@ _NO_TOKENS = np.zeros(0, np.int32)
 class WalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the token log of each engine replica is written."""
 
-    level: Literal["process", "node"] = "node"
-    """What a published token survives: `process` the death of any process, `node` also a power cut (fdatasync)."""
+    level: Literal["process", "node", "cluster"] = "node"
+    """What a published token survives: `process` the death of any process, `node` also a power cut (fdatasync),
+    `cluster` also the loss of the machine with its disk (a second copy in mirror_dir, synced like the first)."""
+    mirror_dir: str | None = None
+    """Directory of the second copies at level cluster: on another machine's disk or a shared file system, and of this
+    run alone. A run directory that was lost is filled from it again."""
+    mirror_same_device: bool = False
+    """Accept a mirror_dir on the same device, where both copies can be lost together; for tests."""
     segment_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 64 << 20
     """A commit that would make a segment larger than this starts a new one."""
     preallocate: bool = True
@@ -52,6 +58,14 @@ class WalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Records waiting for the writer thread; beyond it an append waits (back-pressure on decoding, never dropping)."""
     stall_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 60.0
     """How long an append or a wait may take before it is an error that names the disk."""
+
+    def __post_init__(self) -> None:
+        """Refuse a level without its directory, and a directory that no level uses."""
+        if (self.level == "cluster") != (self.mirror_dir is not None):
+            raise ValueError(
+                f"wal.level={self.level} with wal.mirror_dir={self.mirror_dir or 'null'}: level cluster, and no other,"
+                " keeps a second copy in a mirror_dir. Set both or neither."
+            )
 
 
 class RecordType(IntEnum):

@@ -61,7 +61,9 @@ class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Whether the last writer closed the log in order."""
 
 
-def recover(directory: Path, *, stream: str | None = None, repair: bool = False) -> RecoveredLog:
+def recover(
+    directory: Path, *, stream: str | None = None, repair: bool = False, mirror: Path | None = None
+) -> RecoveredLog:
     """Returns everything durable in a log directory, per request.
 
     Args:
@@ -69,6 +71,7 @@ def recover(directory: Path, *, stream: str | None = None, repair: bool = False)
         stream: whose segments count; None asks the directory.
         repair: also truncate the torn tail, sync what is kept and remove temporary files. Only for the holder of
             the stream's lock (`open_log` does it); without it nothing is written and any process may read.
+        mirror: directory of the log's second copy, if it has one; what either holds counts, and a repair heals both.
 
     Raises:
         OSError: only with repair, when the directory cannot be written.
@@ -76,9 +79,9 @@ def recover(directory: Path, *, stream: str | None = None, repair: bool = False)
     Invariants: deterministic; idempotent; never raises on the content of files. Arrays are not shared with the file.
 
     """
-    scan = scan_log(directory, stream=stream)
+    scan = scan_log(directory, stream=stream, mirror=mirror)
     if repair:
-        cut_torn_tail(directory, scan)
+        cut_torn_tail(directory, scan, mirror=mirror)
     replay = _Replay()
     for ordered in scan.epochs:
         replay.feed(ordered)

@@ -7,7 +7,7 @@ each say that everything below was on disk. A missing frame below that is *lost*
 missing frame above it on is *torn*: nobody had been told, so it is cut.
 
 Here: reading and ordering; `cut_torn_tail` is the only function that writes. Not here: the meaning of frames
-(rollout/wal_recovery.py). Nothing here raises on bad bytes.
+(rollout/wal_recovery.py), second copies (rollout/wal_mirror.py). Nothing here raises on bad bytes.
 """
 
 import os
@@ -22,12 +22,12 @@ import msgspec
 from rollforward.rollout.types import RequestId
 from rollforward.rollout.wal_files import (
     EPOCH_NAME,
-    LOCK_NAME,
     TEMPORARY_SUFFIX,
     parse_segment_name,
     read_epoch_file,
     sync_directory,
 )
+from rollforward.rollout.wal_mirror import heal, read_log_files
 from rollforward.rollout.wal_records import WAL_KIND
 from rollforward.sandbox.codec import (
     SEGMENT_HEADER_BYTES,
@@ -57,6 +57,8 @@ class ProblemKind(StrEnum):
     """The operating system could not read a file."""
     DAMAGED_EPOCH_FILE = "damaged_epoch_file"
     """EPOCH is not readable; the epochs of the segments are used."""
+    HEALED = "healed"
+    """One of two copies was damaged or had lost something; the other one has it, so nothing is lost."""
     DAMAGED_HEADER = "damaged_header"
     """A segment's header does not verify; its frames do and were used."""
     DAMAGED_BYTES = "damaged_bytes"
@@ -115,6 +117,8 @@ class LogScan(msgspec.Struct, frozen=True, kw_only=True):
     """Findings, in order of files and then of sequence numbers."""
     cuts: tuple[Cut, ...]
     """What `cut_torn_tail` truncates."""
+    stale: tuple[str, ...]
+    """Files of which one copy lacks what the other holds; `cut_torn_tail` makes them equal."""
     last_segments: tuple[Path, ...]
     """Newest segment of the last epoch (and its copies); empty for an empty log."""
     next_seq: int
@@ -170,18 +174,19 @@ class _Account:
         self.problems.append(Problem(kind=kind, where=where, detail=detail))
 
 
-def scan_log(directory: Path, *, stream: str | None = None) -> LogScan:
+def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None = None) -> LogScan:
     """Returns the frames of a log directory in order, with everything that is wrong with it counted and named.
 
     Args:
         directory: of one stream; absent or empty is an empty log.
         stream: whose segments count; None takes what EPOCH says, or without it the stream of most segments.
+        mirror: directory of the log's second copy, if it has one; what either holds counts.
 
     Invariants: reads only; deterministic; never raises on the content of files.
 
     """
     account = _Account()
-    segments = _read_segments(directory, stream, account)
+    segments, stale = _read_segments(directory, mirror, stream, account)
     by_epoch: dict[int, list[_Segment]] = {}
     for segment in segments:
         by_epoch.setdefault(segment.epoch, []).append(segment)
@@ -210,6 +215,7 @@ def scan_log(directory: Path, *, stream: str | None = None) -> LogScan:
         epochs=tuple(msgspec.structs.replace(ordered, broken=frozenset(broken)) for ordered in epochs),
         problems=tuple(account.problems),
         cuts=tuple(account.cuts),
+        stale=stale,
         last_segments=tuple(segment.path for segment in segments if (segment.epoch, segment.number) == newest),
         next_seq=start,
         tail_crc=last_crcs.get(start - 1, 0),
@@ -224,56 +230,71 @@ def scan_log(directory: Path, *, stream: str | None = None) -> LogScan:
     )
 
 
-def cut_torn_tail(directory: Path, scan: LogScan) -> None:
+def cut_torn_tail(directory: Path, scan: LogScan, *, mirror: Path | None = None) -> None:
     """Truncates what `scan` found torn, removes leftovers of unfinished creations, and makes the rest durable.
 
     A frame that a killed process wrote but never synced counts as logged from here on, so it must be on disk first.
 
     Raises:
-        OSError: the directory cannot be written; nothing was published yet, so it is safe to run again.
+        OSError: a directory cannot be written; nothing was published yet, so it is safe to run again.
 
     """
+    if mirror is not None and scan.stale:
+        heal(directory, mirror, scan.stale)
     sizes = dict(scan.cuts)
-    for path in scan.last_segments:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if path in sizes:
-                os.ftruncate(descriptor, sizes[path])
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)
-    if directory.is_dir():
-        sync_directory(directory)
+    for home in (directory, mirror):
+        if home is None or not home.is_dir():
+            continue
+        for path in scan.last_segments:
+            if (home / path.name).exists():
+                _cut(home / path.name, sizes.get(path))
+        for path in home.glob(f"*{TEMPORARY_SUFFIX}"):
+            path.unlink(missing_ok=True)
+        sync_directory(home)
 
 
-def _read_segments(directory: Path, stream: str | None, account: _Account) -> list[_Segment]:
-    """Returns every usable segment, sorted."""
-    if not directory.is_dir():
-        return []
-    own = read_epoch_file(directory)
-    if own is None and (directory / EPOCH_NAME).exists():
-        account.add(ProblemKind.DAMAGED_EPOCH_FILE, EPOCH_NAME, "not readable; epochs are taken from the segments")
-    loaded: list[tuple[Path, bytes, SegmentHeader | HeaderFault]] = []
-    for path in sorted(directory.iterdir()):
-        if path.name in (EPOCH_NAME, LOCK_NAME) or path.name.endswith(TEMPORARY_SUFFIX):
-            continue
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            account.add(ProblemKind.UNREADABLE, path.name, str(error))
-            continue
-        loaded.append((path, data, parse_segment_header(data)))
-    if stream is None and own is not None:
-        stream = own.stream
+def _cut(path: Path, size_bytes: int | None) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if size_bytes is not None and size_bytes < os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, size_bytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_segments(
+    directory: Path, mirror: Path | None, stream: str | None, account: _Account
+) -> tuple[list[_Segment], tuple[str, ...]]:
+    """Returns every usable segment, sorted, and the names of files whose copies differ."""
+    owns: list[SegmentHeader] = []
+    for home in (directory, mirror):
+        own = None if home is None else read_epoch_file(home)
+        if own is not None:
+            owns.append(own)
+        elif home is not None and (home / EPOCH_NAME).exists():
+            detail = "not readable; epochs are taken from the segments"
+            account.add(ProblemKind.DAMAGED_EPOCH_FILE, _place(home / EPOCH_NAME, directory), detail)
+    found = read_log_files(directory, mirror)
+    for finding in found.findings:
+        kind = ProblemKind.UNREADABLE if finding.is_unreadable else ProblemKind.HEALED
+        account.add(kind, _place(finding.path, directory), finding.detail)
+    loaded = [(path, data, parse_segment_header(data)) for path, data in found.files]
+    if stream is None and owns:
+        stream = owns[0].stream
     if stream is None:
-        found = Counter(
+        named = Counter(
             header.stream for _, _, header in loaded if isinstance(header, SegmentHeader) and header.kind == WAL_KIND
         )
-        stream = found.most_common(1)[0][0] if found else ""
+        stream = named.most_common(1)[0][0] if named else ""
     segments = [_read_segment(path, data, header, stream, account) for path, data, header in loaded]
-    return sorted((segment for segment in segments if segment is not None), key=lambda segment: segment.sort_key)
+    usable = sorted((segment for segment in segments if segment is not None), key=lambda segment: segment.sort_key)
+    return usable, found.stale
+
+
+def _place(path: Path, directory: Path) -> str:
+    """A file's name, with its directory where that is the mirror."""
+    return path.name if path.parent == directory else str(path)
 
 
 def _read_segment(
