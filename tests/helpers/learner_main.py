@@ -26,7 +26,7 @@ set_library_environment()
 import safetensors.torch  # noqa: E402 - the environment comes first
 import torch  # noqa: E402
 
-from rollforward.model import optim_hybrid  # noqa: E402
+from rollforward.model import trainer_state  # noqa: E402
 from rollforward.model.collectives import RankGroups  # noqa: E402
 from rollforward.model.distributed import join_group  # noqa: E402
 from rollforward.model.gradient_tree import subtree_bounds  # noqa: E402
@@ -48,7 +48,7 @@ POINTS: dict[str, tuple[str, str]] = {
     "adamw": ("rollforward.model.optim_adamw", "DeepSpeedAdamW.step"),
     "orthogonalise": ("rollforward.model.optim_muon", "orthogonalise"),
     "publish": ("rollforward.model.published", "PublishedWeights.replace"),
-    "save": ("rollforward.model.optim_hybrid", "save_file"),
+    "save": ("rollforward.model.trainer_state", "save_file"),
     "sync": ("rollforward.rl.checkpoints", "_sync_tree"),
     "read back": ("rollforward.rl.checkpoints", "_validate"),
 }
@@ -105,7 +105,7 @@ def _die_at_byte(position: int, kill: Callable[[], None], is_due: Callable[[], b
                 kill()
         written[0] += len(data) if is_due() else 0
 
-    optim_hybrid.save_file = save_file
+    trainer_state.save_file = save_file
 
 
 def _leaf(step: int, index: int, vocab_size: int) -> ScoringBatch:
