@@ -37,12 +37,18 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
 
 
 def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
-    """Return the counters of the replicas' token logs since they were opened: what was written, under `wal/`, and what
-    was taken from an earlier process, under `resume/`. Sums; of `wal/sync_max_s` the largest."""
+    """Return the counters of the replicas' token logs since they were opened: what was written, under `wal/`, what was
+    taken from an earlier process and how often a process was replaced, under `resume/`, and why, under `failure/`.
+    Sums; of `*_max_s` the largest."""
     counters = [
         (f"{folder}/{name}", float(value))
         for one in stats
-        for folder, record in (("wal", one.written), ("resume", one.resumed))
+        for folder, record in (
+            ("wal", one.written),
+            ("resume", one.resumed),
+            ("resume", one.restarts),
+            ("failure", one.failures),
+        )
         for name, value in msgspec.structs.asdict(record).items()
     ]
     return tuple(
@@ -51,7 +57,7 @@ def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
             numerator=value,
             denominator=1.0,
             per="replica",
-            reduction="max" if name == "wal/sync_max_s" else "sum",
+            reduction="max" if name.endswith("_max_s") else "sum",
         )
         for name, value in counters
     )

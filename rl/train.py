@@ -25,7 +25,10 @@ from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.setup import Parts, check_learner, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
-from rollforward.rollout.actors import RolloutActor, RolloutPool
+from rollforward.rollout.actors import RolloutActor
+from rollforward.rollout.drain_file import DRAIN_NAME, DrainFile
+from rollforward.rollout.placement import RayHost
+from rollforward.rollout.supervisor import Supervisor
 from rollforward.rollout.weights import WEIGHTS_NAME, version_directory
 
 
@@ -89,25 +92,27 @@ def losses_named() -> Generator[None]:
         facts = dict(re.findall(r"^\s*(class_name|pid): (\w+)$", str(error), flags=re.MULTILINE))
         raise LostProcessError(
             f"{facts.get('class_name', 'an actor')} (pid {facts.get('pid', 'unknown')}) died; what was durable is kept."
-            " The kernel ends a process when memory runs out (see dmesg): then lower micro_batch_tokens or"
-            " rollout.max_batch_requests. `rollforward resume` with the run's directory goes on"
+            " The kernel ends a process when memory runs out (see dmesg): then lower micro_batch_tokens. `rollforward"
+            " resume` with the run's directory goes on"
         ) from error
 
 
-def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[RolloutPool, LearnerPool]:
-    """Start one actor a replica and one a learner rank."""
+def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Supervisor, LearnerPool]:
+    """Start one actor a replica, which is replaced when it is lost, and one a learner rank, which is not."""
     environment = {"env_vars": library_environment()}
-    actors = [
-        RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
-            f"engine-{index}",
-            run_dir / "wal" / f"engine-{index}",
+    names = [f"engine-{index}" for index in range(run.rollout.engines)]
+    host = RayHost(
+        lambda index: RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
+            names[index],
+            run_dir / "wal" / names[index],
             parts.model_config,
             run.precision,
             run.rollout,
             parts.environment,
         )
-        for index in range(run.rollout.engines)
-    ]
+    )
+    drain_file = DrainFile(run_dir / DRAIN_NAME, names, announce=console.say)
+    rollout = Supervisor(host, names, run.rollout, notices=drain_file.read, announce=console.say)
     settings = LearnerSettings(
         model_dir=str(model_dir),
         algorithm=run.algo,
@@ -125,7 +130,7 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Ro
         LearnerActor.options(num_cpus=0, runtime_env=environment).remote(rank, num_ranks, rendezvous)
         for rank in range(num_ranks)
     ]
-    return RolloutPool(actors), LearnerPool(learners, settings)
+    return rollout, LearnerPool(learners, settings)
 
 
 def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, seconds: float) -> None:

@@ -32,16 +32,17 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
     """How often a replica's process is asked for a sign of life, seconds, while it has something to do."""
     heartbeat_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
-    """Seconds without a sign of life after which a replica's process is killed and started again from its log. More than
-    the longest stop of a machine that only swaps or is debugged."""
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
-    """Seconds that a replica's process may take to come up. The run ends when it does not: there is no room for it."""
+    """Seconds without a sign of life after which a replica's process is killed and started again from its log. Longer
+    than a machine that is only busy keeps it from answering."""
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    """Seconds that a replica's process may take to come up; one that does not counts as lost. Longer where a cluster
+    must get a machine first."""
     drain_s: Annotated[float, msgspec.Meta(gt=0)] = 25.0
     """Seconds that a replica takes at most to hand over, on SIGTERM to its process and where a notice names no time of
     its own."""
     max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
-    """How often a replica is started again under one weight version, so within a step; at one loss more the run ends, and
-    `rollforward resume` goes on. Replicas that were told to go elsewhere do not count."""
+    """How often a replica is started again under one weight version, so within a step; at one loss more the run ends,
+    and `rollforward resume` goes on. Replicas that were told to go elsewhere do not count."""
     bias_alarm_z: Annotated[float, msgspec.Meta(gt=0)] = 4.0
     """Standard deviations between the mean length of the responses trained on and the one that all attempts, unfinished
     ones too, tell of, beyond which a run warns of a length bias."""

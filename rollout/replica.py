@@ -1,13 +1,18 @@
 """A rollout replica: one engine, one log, one weight version at a time.
 
-    opened (log recovered, new epoch) -> serving (weights loaded and acknowledged) -> closed
+    opened (log recovered, new epoch) -> serving (weights loaded and acknowledged) -> leaving (`drain`) -> closed
 
 Here: the machine that an actor wraps. Not here: Ray (actors.py), sampling (engine/), the log (wal.py).
 """
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import torch
@@ -18,6 +23,7 @@ from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.errors import EngineError
 from rollforward.rollout.interruptions import Interruption, find_interruptions
 from rollforward.rollout.publication import Publication
 from rollforward.rollout.tool_environment import build_environment
@@ -26,6 +32,41 @@ from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
+
+
+class Restarts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a replica's process was replaced within a run, and how long that took; under `resume/` in the log."""
+
+    restarts: int = 0
+    """Successors that served."""
+    recovery_s: float = 0.0
+    """Seconds from noticing a loss to serving again with the current weights, summed."""
+    recovery_max_s: float = 0.0
+    """The longest of them."""
+
+
+class EngineFailures(msgspec.Struct, frozen=True, kw_only=True):
+    """Why processes of a replica were replaced; under `failure/` in the log."""
+
+    engine_lost: int = 0
+    """They died, became unreachable, or their log could not be written."""
+    engine_hung: int = 0
+    """They gave no sign of life and were killed."""
+    engine_refused: int = 0
+    """They did not hold the published weights."""
+    engine_drained: int = 0
+    """They were told to leave where they were. No failure of theirs, and not counted against max_restarts."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """A sign of life of a replica's process."""
+
+    pid: int
+    """Of the process, on its node."""
+    node: str
+    """Where it is."""
+    leave_s: float | None
+    """Seconds until the process ends by itself because it got SIGTERM; None where it did not."""
 
 
 class LogStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +81,42 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of the writer."""
     resumed: ResumeStats
     """Counters of what an earlier process had logged."""
+    restarts: Restarts = Restarts()
+    """Of its process; whoever supervises it knows them."""
+    failures: EngineFailures = EngineFailures()
+    """Why; from the same."""
     interruptions: tuple[Interruption, ...] = ()
     """Requests of the step asked for last, and of later ones, that earlier processes left in flight."""
+
+
+class Pulse:
+    """Signs of life of a process, and what it does on SIGTERM: it says so, and ends when nobody came for what it has.
+
+    States: alive -> leaving (SIGTERM) -> the process ends. Made in the main thread; ``beat`` from any.
+    """
+
+    def __init__(self, node: str, *, leave_s: float) -> None:
+        """Take over SIGTERM.
+
+        Args:
+            node: where the process is.
+            leave_s: seconds from SIGTERM to the end.
+        """
+        self._node, self._leave_s = node, leave_s
+        self._end_s: float | None = None
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def beat(self) -> Beat:
+        """Return a sign of life."""
+        left_s = None if self._end_s is None else max(self._end_s - time.monotonic(), 0.0)
+        return Beat(pid=os.getpid(), node=self._node, leave_s=left_s)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._end_s is None:
+            self._end_s = time.monotonic() + self._leave_s
+            end = threading.Timer(self._leave_s, os._exit, (128 + number,))
+            end.daemon = True
+            end.start()
 
 
 class Replica:
@@ -72,6 +147,8 @@ class Replica:
         """
         torch.set_num_threads(config.threads)
         self.name = name
+        self._is_leaving = False
+        self._generating = threading.Lock()
         with ExitStack() as opened:
             answering = None if environment is None else build_environment(environment)
             if answering is not None:
@@ -115,7 +192,10 @@ class Replica:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample requests to their end; every token returned is durable. See ``Engine.generate``."""
         self._step = max((request.id.step for request in requests), default=self._step)
-        completions = self._engine.generate(requests)
+        with self._generating:
+            if self._is_leaving:
+                raise EngineError(f"replica {self.name} was asked to generate while it hands over; ask its successor")
+            completions = self._engine.generate(requests)
         return completions if self._publication is None else self._publication.completions(completions)
 
     def log_problems(self) -> tuple[Problem, ...]:
@@ -131,6 +211,26 @@ class Replica:
             resumed=self._engine.resume_stats(),
             interruptions=tuple(one for one in self._interruptions if one.id.step >= self._step),
         )
+
+    def drain(self, deadline_s: float) -> None:
+        """Hand over to a successor that is yet to come: take no requests, and close the log in order.
+
+        A request in flight goes on for as long as there is time; every token of it is in the log. From any thread.
+
+        Args:
+            deadline_s: seconds until the process may be ended from outside.
+
+        Raises:
+            EngineError: requests are in flight at the deadline; the log has what was drawn but was not closed.
+            WalWriteError, WalFencedError, WalStalledError: the log failed.
+        """
+        self._is_leaving = True
+        if not self._generating.acquire(timeout=deadline_s):
+            raise EngineError(f"replica {self.name} has requests in flight after {deadline_s:g} s")
+        try:
+            self.close()
+        finally:
+            self._generating.release()
 
     def close(self) -> None:
         """Make everything durable, give the log back, and end the environment."""

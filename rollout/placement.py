@@ -1,0 +1,147 @@
+"""Replicas as Ray actors: starting their processes, sending calls, waiting for answers, ending who was given up.
+
+What Ray says about a process, its node or an answer that is gone becomes ``WorkerLostError``; errors that the replica
+itself raised stay what they are. Not here: what follows from a loss (rollout/supervisor.py).
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import state as cluster_state  # listing draining nodes has no public form
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
+
+from rollforward.conf.errors import first_line
+from rollforward.rollout.drain_file import Notices
+from rollforward.rollout.errors import RolloutLostError, WorkerLostError
+from rollforward.rollout.replica import Beat
+from rollforward.rollout.types import Request
+from rollforward.rollout.worker import Worker
+
+_GONE = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, OutOfMemoryError)
+_NO_PLACE = (ActorUnschedulableError, ActorPlacementGroupRemoved, LocalRayletDiedError)
+
+
+class RayWorker:
+    """One actor. States: starting -> met (`met`: its process is known) -> ended (`kill`)."""
+
+    def __init__(self, actor: Any) -> None:
+        """Keep the handle of a ``RolloutActor`` that is being created."""
+        self._actor = actor
+        self._process: int | None = None
+        self.node: str | None = None
+
+    def beat(self) -> object:
+        """See ``Worker``."""
+        return self._actor.beat.remote()
+
+    def open(self) -> object:
+        """See ``Worker``."""
+        return self._actor.open.remote()
+
+    def log_problems(self) -> object:
+        """See ``Worker``."""
+        return self._actor.log_problems.remote()
+
+    def load_weights(self, directory: Path) -> object:
+        """See ``Worker``."""
+        return self._actor.load_weights.remote(directory)
+
+    def acknowledge(self) -> object:
+        """See ``Worker``."""
+        return self._actor.acknowledge.remote()
+
+    def generate(self, requests: Sequence[Request]) -> object:
+        """See ``Worker``."""
+        return self._actor.generate.remote(requests)
+
+    def log_stats(self) -> object:
+        """See ``Worker``."""
+        return self._actor.log_stats.remote()
+
+    def drain(self, deadline_s: float) -> object:
+        """See ``Worker``."""
+        return self._actor.drain.remote(deadline_s)
+
+    def close(self) -> object:
+        """See ``Worker``."""
+        return self._actor.close.remote()
+
+    def met(self, beat: Beat) -> None:
+        """Hold on to the process where it is of this machine: a descriptor names it even when its number is reused."""
+        self.node = beat.node
+        if beat.node == ray.get_runtime_context().get_node_id():
+            try:
+                self._process = os.pidfd_open(beat.pid)
+            except ProcessLookupError:
+                self._process = None
+
+    def kill(self) -> None:
+        """End the process: by SIGKILL from here where it can be, which a stopped process cannot outlast, and by Ray."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            os.close(self._process)
+            self._process = None
+        ray.kill(self._actor, no_restart=True)
+
+
+class RayHost:
+    """The cluster that the driver is connected to."""
+
+    def __init__(self, create: Callable[[int], Any]) -> None:
+        """Keep how a replica's actor is created, given its index."""
+        self._create = create
+
+    def start(self, index: int) -> Worker:
+        """See ``Host``."""
+        return RayWorker(self._create(index))
+
+    def wait(self, calls: Sequence[Any], timeout_s: float) -> Sequence[object]:
+        """See ``Host``."""
+        first, others = ray.wait(list(calls), num_returns=1, timeout=timeout_s)
+        return [*first, *(ray.wait(others, num_returns=len(others), timeout=0)[0] if first and others else ())]
+
+    def result(self, call: Any) -> Any:
+        """See ``Host``. An error that the replica raised is raised here as it is."""
+        try:
+            return ray.get(call)
+        except _GONE as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise
+            raise WorkerLostError(_describe(error)) from error
+        except _NO_PLACE as error:
+            raise RolloutLostError(
+                f"there is no place for a replica: {first_line(error)}. What is durable is kept: `rollforward resume`"
+                " with the run's directory goes on where there is one"
+            ) from error
+
+    def notices(self, workers: Mapping[str, Worker]) -> Notices:
+        """Return whose node Ray is draining, with the seconds until its deadline."""
+        deadlines_ms: Mapping[str, int] = cluster_state.get_draining_nodes()
+        now_s = time.time()
+        return {
+            name: None if deadlines_ms[worker.node] == 0 else max(deadlines_ms[worker.node] / 1000 - now_s, 0.0)
+            for name, worker in workers.items()
+            if isinstance(worker, RayWorker) and worker.node is not None and worker.node in deadlines_ms
+        }
+
+
+def _describe(error: Exception) -> str:
+    """What became of a process, in a line."""
+    preempted = " with its node, which was preempted" if getattr(error, "preempted", False) else ""
+    return f"its process died or cannot be reached{preempted} ({type(error).__name__})"
