@@ -1,16 +1,19 @@
 """The command `rollforward`: what the words of a command line ask for, and help.
 
 A verb is one line in VERBS (conf/jobs.py). Its schema is imported to validate, its module only to run, so that help and
-a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere.
+a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere. Nor
+is `wal`, which only looks at what a run wrote.
 """
 
 import contextlib
+import importlib
 import importlib.metadata
 import itertools
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from rollforward.conf import console
 from rollforward.conf.errors import UsageError, user_error
@@ -68,6 +71,10 @@ def _dispatch(arguments: list[str]) -> int:
         from rollforward.conf.submit import submit
 
         return submit(rest)
+    if verb == "wal":
+        return cast("Callable[[Sequence[str]], int]", importlib.import_module("rollforward.rollout.wal_verb").main)(
+            rest
+        )
     settings, print_only = _options(rest)
     jobs = _resumed(settings) if verb == "resume" else plan_jobs(verb, settings)
     if print_only:
@@ -129,6 +136,13 @@ run_dir a file system that all its machines see.
 
 Ray asks for a token: ~/.ray/auth_token of the machine that started the cluster, copied to the same place here (or
 RAY_AUTH_TOKEN=...). For a cluster that was started with RAY_AUTH_MODE=disabled set the same here.""",
+    "wal": """rollforward wal inspect|verify DIR [json=true] [mirror_dir=DIR]: what token logs hold
+
+DIR is a run's directory, a recipe's, or that of one log (run_dir/wal/engine-0). A table, one finding a line, and as the
+last line JSON: records, requests, tokens, torn_bytes (a write that was cut short; nobody had been told of it), damaged
+(findings that are damage) and the same by stream. json=true prints that line alone. verify exits with 1 where something
+is damaged. Both only read, and may look at a run that is working.
+  mirror_dir=null         where second copies lie; null: what the run's settings say""",
 }
 """Commands that run verbs -> their help, of which the first line is the summary."""
 

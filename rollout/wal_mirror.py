@@ -89,11 +89,16 @@ class _Merged(NamedTuple):
     """What is wrong with each copy beyond what a crash between the two writes explains."""
 
 
-def mirror_directory(config: WalConfig, directory: Path) -> Path | None:
-    """Returns where a log's second copy lies, or None below level `cluster`; it is made if absent.
+def mirror_directory(config: WalConfig, directory: Path, *, makes: bool = True) -> Path | None:
+    """Returns where a log's second copy lies, or None below level `cluster`.
 
     Its place below `mirror_dir` is named after the end of the log's path, so that one `mirror_dir` serves all logs of a
     run: runs/a/wal/engine-0 -> MIRROR_DIR/a/wal/engine-0.
+
+    Args:
+        config: the log's settings.
+        directory: of the log.
+        makes: create both directories if absent, and refuse those that are no two copies.
 
     Raises:
         WalUsageError: it is on the same device as the log, or is the log.
@@ -102,9 +107,11 @@ def mirror_directory(config: WalConfig, directory: Path) -> Path | None:
     """
     if config.level != "cluster" or config.mirror_dir is None:
         return None
-    directory.mkdir(parents=True, exist_ok=True)
     home = directory.resolve()
     mirror = Path(config.mirror_dir, *home.parts[1:][-3:])
+    if not makes:
+        return mirror
+    home.mkdir(parents=True, exist_ok=True)
     mirror.mkdir(parents=True, exist_ok=True)
     is_same_device = os.stat(mirror).st_dev == os.stat(home).st_dev
     if mirror.resolve() == home or (is_same_device and not config.mirror_same_device):
@@ -179,6 +186,9 @@ def _contents(directory: Path, findings: list[Finding]) -> dict[str, bytes]:
             continue
         try:
             contents[path.name] = path.read_bytes()
+        except FileNotFoundError:
+            # A live writer removed it meanwhile.
+            continue
         except OSError as error:
             findings.append(Finding(path, str(error), is_unreadable=True))
     return contents

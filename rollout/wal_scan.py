@@ -127,6 +127,8 @@ class LogScan(msgspec.Struct, frozen=True, kw_only=True):
     """crc of frame next_seq - 1, or 0 when there is none."""
     num_segments: int
     """Segments read."""
+    num_frames: int
+    """Records that count."""
     torn_bytes: int
     """Bytes of writes that were never acknowledged."""
     room_bytes: int
@@ -220,6 +222,7 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
         next_seq=start,
         tail_crc=last_crcs.get(start - 1, 0),
         num_segments=len(segments),
+        num_frames=sum(len(ordered.frames) for ordered in epochs),
         torn_bytes=account.torn_bytes,
         room_bytes=account.room_bytes,
         torn_frames=account.torn_frames,

@@ -25,7 +25,12 @@ from typing import NamedTuple, TypeVar
 from rollforward.rollout.errors import WalFencedError
 from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, segment_name, sync_directory
 from rollforward.rollout.wal_records import WalConfig
-from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES, SegmentHeader, encode_segment_header
+from rollforward.sandbox.codec import (
+    ROOM_ALIGNMENT_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SegmentHeader,
+    encode_segment_header,
+)
 
 Sync = Callable[[int], None]
 """Makes a descriptor's data durable."""
@@ -300,7 +305,8 @@ class SegmentWriter:
         return min(most, _FIRST_ROOM_BYTES * _ROOM_GROWTH ** min(number, 8)) if self._is_preallocating else most
 
     def _room_bytes(self, number: int) -> int:
-        return self._limit_bytes(number) if self._is_preallocating else 0
+        limit = self._limit_bytes(number)
+        return limit - limit % ROOM_ALIGNMENT_BYTES if self._is_preallocating else 0
 
     @property
     def _is_preallocating(self) -> bool:

@@ -37,6 +37,10 @@ FRAME_ALIGNMENT_BYTES = 8
 FRAME_HEADER_BYTES = 32
 """Size of a frame's header; payload follows."""
 
+ROOM_ALIGNMENT_BYTES = 4096
+"""A segment that is filled with zeros before it is used has a multiple of this size. Other zeros at the end of one are
+bytes that were lost."""
+
 SEGMENT_HEADER_BYTES = 80
 """Size of a segment's header; the first frame follows."""
 
@@ -124,10 +128,10 @@ class FrameScan(msgspec.Struct, frozen=True, kw_only=True):
     damaged: tuple[ByteRange, ...]
     """Bytes between the start and the last good frame that are not good frames."""
     torn_bytes: int
-    """Bytes after the last good frame, up to the last that is not zero: a write that was cut short, or a damaged last
-    frame."""
+    """Bytes after the last good frame, without room: a write that was cut short, or a damaged last frame."""
     room_bytes: int
-    """Zeros at the end: room that was prepared for frames and not used."""
+    """Zeros at the end of a buffer that has a prepared size, a multiple of ROOM_ALIGNMENT_BYTES: room for frames that
+    were never written."""
     end: int
     """Offset after the last good frame; where a repair truncates."""
 
@@ -210,7 +214,8 @@ def scan_frames(data: bytes, *, offset: int, seed: int) -> FrameScan:
             damaged.append(ByteRange(good_end, position))
         frames.append(frame)
         position = good_end = frame.end
-    torn_bytes = len(data[good_end:].rstrip(b"\0"))
+    is_prepared = len(data) % ROOM_ALIGNMENT_BYTES == 0
+    torn_bytes = len(data[good_end:].rstrip(b"\0")) if is_prepared else len(data) - good_end
     return FrameScan(
         frames=tuple(frames),
         damaged=tuple(damaged),

@@ -130,7 +130,10 @@ def test_frames_of_another_epoch_or_stream_do_not_verify() -> None:
 
 def test_zeros_are_no_frame() -> None:
     scan = scan_frames(frame(1, b"abc") + bytes(64), offset=0, seed=SEED)
-    assert (len(scan.frames), scan.damaged, scan.torn_bytes, scan.room_bytes) == (1, (), 0, 64)
+    assert (len(scan.frames), scan.damaged, scan.torn_bytes, scan.room_bytes) == (1, (), 64, 0)
+    prepared = (frame(1, b"abc") + b"torn").ljust(8192, b"\0")
+    scan = scan_frames(prepared, offset=0, seed=SEED)
+    assert (len(scan.frames), scan.damaged, scan.torn_bytes, scan.room_bytes) == (1, (), 4, 8192 - 44)
     assert assert_accounted(bytes(64) + frame(1, b"abc"), 0) == [(1, b"abc")]
 
 
