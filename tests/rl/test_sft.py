@@ -135,7 +135,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_conversat
     other = r"chain_sum conversation \d+ \(\S+\)"
     message = (
         r"step 2, micro-batch 2 of 2: the loss is (nan|inf); it must be finite\."
-        rf" Worst sequences: {re.escape(str(spoiled[2].ids[2]))} \((nan|inf)\), {other}, {other}\. Nothing was updated\. "
+        rf" Worst sequences: {re.escape(str(spoiled[2].ids[2]))} \((nan|inf)\), {other}, {other}\. "
+        r"Nothing was updated\. "
     )
     assert re.match(message, str(caught.value)), str(caught.value)
     assert loop._trainer.num_steps == 2
