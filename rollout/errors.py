@@ -49,6 +49,14 @@ class EngineError(RolloutError, RuntimeError):
     """The engine was used in a way that its state does not allow; a bug in the caller, which stops the run."""
 
 
+class PausedError(RolloutError, RuntimeError):
+    """``generate`` stopped because ``pause`` was called: everything drawn is durable, nothing was lost.
+
+    Requests in flight stay unfinished in the log; the caller may save their key-values and then closes the replica. The
+    log's next opening goes on with them.
+    """
+
+
 class EngineInputError(RolloutError, ValueError):
     """A request cannot be served by this engine (too long, wrong version); the caller fixes it before sending."""
 

@@ -3,12 +3,13 @@
 ``local.py`` is our own engine. Another one (a server at scale) implements the same protocol in a file beside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from rollforward.model.precision import PackedTensor
+from rollforward.rollout.engine.kv_store import KvStore
 from rollforward.rollout.types import Completion, Request, ResumeStats
 
 
@@ -51,5 +52,28 @@ class Engine(Protocol):
                 sampling; nothing was started.
             EngineError: no weights are loaded, or an earlier call raised after it had started.
             WalWriteError, WalFencedError: the log failed; nothing more may be published by this replica.
+            PausedError: ``pause`` was called.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Stop for good at the next boundary of a step: no request is admitted any more, and ``generate``, a running
+        one or the next, raises PausedError when everything drawn is durable. From any thread; returns at once.
+        """
+        ...
+
+    def save_kv(self, store: KvStore, *, has_time: Callable[[], bool] = lambda: True) -> int:
+        """Save the key-values of unfinished requests, so that whoever goes on with them need not prefill.
+
+        Args:
+            store: of this replica.
+            has_time: asked before each request; False ends it. The log is enough without.
+
+        Returns:
+            How many were saved; each is named in the log, durably once that is closed.
+
+        Raises:
+            EngineError: the engine is not paused.
+            WalWriteError, WalFencedError, WalStalledError: the log failed.
         """
         ...

@@ -61,13 +61,24 @@ class ForwardRunner:
         """Replace the cache storage."""
         self._storage = allocate_cache(self._model_config, num_slots=num_slots, num_blocks=num_blocks)
 
-    def copy(self, source: Sequence, targets: SequenceOf[Sequence]) -> None:
-        """Copy one sequence's cache and routes to others with the same tokens. Mutates the targets as ``run`` does."""
-        copy_sequence(self._storage, (source.slot, source.blocks), [(target.slot, target.blocks) for target in targets])
+    @property
+    def storage(self) -> dict[str, Tensor]:
+        """The cache planes, by name; see model/cache.py."""
+        return self._storage
+
+    def copy(self, source: Sequence, targets: SequenceOf[Sequence], *, num_shared: int) -> None:
+        """Copy one sequence's cache and routes to others with the same tokens, which have its first blocks already.
+        Mutates the targets as ``run`` does."""
+        owners = [(target.slot, target.blocks[num_shared:]) for target in targets]
+        copy_sequence(self._storage, (source.slot, source.blocks[num_shared:]), owners)
         for target in targets:
             target.num_cached = source.num_cached
             if source.routes is not None and target.routes is not None:
                 target.routes.record(0, np.concatenate(source.routes.known()))
+
+    def copy_state(self, source_slot: int, target_slot: int) -> None:
+        """Copy what a slot holds to another: a prefix's snapshot is taken or given."""
+        copy_sequence(self._storage, (source_slot, ()), [(target_slot, ())])
 
     def run(self, chunks: SequenceOf[Chunk]) -> Tensor:
         """Compute the chunks' tokens, cache them, and record their routes where a sequence asks.

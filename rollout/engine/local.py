@@ -2,7 +2,7 @@
 
 One step of the loop:
 
-    waiting --admit--> prefilling, decoding --forward--> logits --draw--> tokens --log.append_step--> next step
+    waiting --open--> prefilling, decoding --forward--> logits --draw--> tokens --log.append_step--> next step
                             ^                                                |
                             |                  end of a turn that calls a tool, once durable: environment.begin
                             +-- log.append_observe <-- environment.collect --+
@@ -10,16 +10,16 @@ One step of the loop:
                                                      finished --log.append_close--> delivered once durable
 
 A step computes the next token of all that decode and chunks of those that prefill. A sequence keeps its cache while a
-tool works for it, and only when no sequence can run does the engine wait for a tool. Members of a group have the same
-prompt: one of them (the leader) computes its prefill, the others copy its cache. No choice made here changes a bit of
+tool works for it unless others need the memory, and only when no sequence can run does the engine wait for a tool. Who
+has a cache, who shares one and who computes what in a step is the scheduler's; no choice made there changes a bit of
 any completion: rows do not depend on the batch and draws are keyed by seed and position.
 
-Not here: the forward (forward.py), memory ownership (pool.py), a request's state (sequence.py), what an earlier process
-logged (resume.py), drawing (draw.py), the log (rollout/wal.py), tools (rollout/tool_environment.py).
+Not here: who has a cache (scheduler.py), the forward (forward.py), a request's state (sequence.py), what an earlier
+process logged (resume.py), drawing (draw.py), the log (rollout/wal.py), tools (rollout/tool_environment.py).
 """
 
-from collections import deque
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -32,12 +32,14 @@ from rollforward.model.precision import PackedTensor
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.draw import draw_next, step_routes
-from rollforward.rollout.engine.forward import Chunk, ForwardRunner
-from rollforward.rollout.engine.pool import CachePool
+from rollforward.rollout.engine.forward import ForwardRunner
+from rollforward.rollout.engine.kv_store import KvState, KvStore
+from rollforward.rollout.engine.preempt import save_sequences
 from rollforward.rollout.engine.resume import LoggedRequests
+from rollforward.rollout.engine.scheduler import CacheStats, Scheduler
 from rollforward.rollout.engine.sequence import Sequence, split_sets
 from rollforward.rollout.environment import Environment, Observation
-from rollforward.rollout.errors import EngineError, EngineInputError
+from rollforward.rollout.errors import EngineError, EngineInputError, PausedError
 from rollforward.rollout.types import Completion, Request, RequestId, ResumeStats, StopReason
 from rollforward.rollout.wal import WalWriter
 from rollforward.rollout.wal_recovery import RecoveredLog
@@ -47,7 +49,8 @@ class LocalEngine:
     """Samples with the model's own forward on this machine. One thread; one ``generate`` at a time.
 
     States: without weights -> idle (``load_weights``) <-> generating (``generate``) -> failed, when ``generate`` raised
-    after it had started: every later ``generate`` and ``load_weights`` is refused. The log's next opening goes on.
+    after it had started: every later ``generate`` and ``load_weights`` is refused. The log's next opening goes on. Any
+    state -> paused (``pause``, from any thread): the same, and ``save_kv`` may be called.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class LocalEngine:
         log: WalWriter,
         recovered: RecoveredLog,
         environment: Environment | None = None,
+        kv_store: KvStore | None = None,
+        checks_integrity: bool = False,
     ) -> None:
         """Allocate nothing yet; the cache is sized by the first requests.
 
@@ -69,19 +74,25 @@ class LocalEngine:
             log: this replica's open log.
             recovered: what the log held when it was opened; finished requests are answered from it.
             environment: answers the turns of requests with tools; the caller closes it. None refuses such requests.
+            kv_store: where earlier processes saved key-values; None computes them again.
+            checks_integrity: count slots, blocks and owners again after every step, for tests and when hunting a bug.
         """
         self._model_config = model_config
         self._config = config
         self._log = log
-        self._logged = LoggedRequests(recovered, log, max_attempts=config.max_attempts)
+        self._logged = LoggedRequests(recovered, log, max_attempts=config.max_attempts, kv_store=kv_store)
+        self._kv_store = kv_store
         self._environment = environment
         self._forward = ForwardRunner(model_config, precision)
         self._policy_version: int | None = None
-        self._pool = CachePool(num_slots=0, num_blocks=1, block_tokens=block_tokens(model_config))
-        self._cache_tokens = 0
+        self._scheduler = Scheduler(
+            config, self._forward, block_tokens=block_tokens(model_config), restore=self._restore
+        )
+        self._checks_integrity = checks_integrity
+        self._paused = threading.Event()
         self._is_generating = False  # stays true where generate raised
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._last_seq = -1  # of the newest record appended
+        self._closed: list[Sequence] = []
         self._calling: list[tuple[int, Sequence]] = []  # seq that ends the turn in the log, whose turn calls
 
     @property
@@ -100,6 +111,9 @@ class LocalEngine:
             raise EngineError(f"weights {policy_version} came after {self._policy_version}; versions only grow")
         self._forward.load(tensors)
         self._policy_version = policy_version
+        self._scheduler.use_version(policy_version)
+        if self._kv_store is not None:
+            self._kv_store.discard_older(policy_version)
         self._log.append_version(policy_version)
 
     def held_tensors(self) -> Mapping[str, Tensor]:
@@ -109,6 +123,35 @@ class LocalEngine:
     def resume_stats(self) -> ResumeStats:
         """Return what was taken from the log of an earlier process so far."""
         return self._logged.stats
+
+    def cache_stats(self) -> CacheStats:
+        """Return how often caches were shared and taken back so far."""
+        return self._scheduler.stats
+
+    def check_integrity(self) -> None:
+        """Count slots, blocks and owners again; see ``Scheduler.check_integrity``."""
+        self._scheduler.check_integrity()
+
+    def pause(self) -> None:
+        """Stop for good at the next boundary of a step; see ``Engine``."""
+        self._paused.set()
+
+    @torch.no_grad()
+    def save_kv(self, store: KvStore, *, has_time: Callable[[], bool] = lambda: True) -> int:
+        """Save the key-values of unfinished requests after ``pause``; see ``Engine``."""
+        if not self._paused.is_set():
+            raise EngineError("save_kv was called on an engine that is not paused; call pause and wait for generate")
+        if self._policy_version is None:
+            return 0
+        return save_sequences(
+            store,
+            self._scheduler.opened,
+            self._forward.storage,
+            self._model_config,
+            log=self._log,
+            policy_version=self._policy_version,
+            has_time=has_time,
+        )
 
     @torch.no_grad()
     def generate(self, requests: SequenceOf[Request]) -> list[Completion]:
@@ -121,28 +164,37 @@ class LocalEngine:
                 "generate was called before load_weights; a replica gets traffic after its acknowledgement"
             )
         self._check(requests, version)
-        self._reserve(requests)
+        self._stop_if_paused()
+        self._scheduler.reserve(max((request.max_tokens for request in requests), default=0))
         self._is_generating = True
         done: dict[RequestId, Completion] = {}
         for request in requests:
             taken = self._logged.take(request, version)
             if isinstance(taken, Sequence):
-                self._waiting.append(taken)
+                self._scheduler.enqueue(taken)
             else:
                 done[request.id] = taken
-        closed: list[Sequence] = []
-        while self._waiting or self._running:
+        self._closed = []
+        while self._scheduler.has_work:
+            self._stop_if_paused()
             self._admit()
             self._begin_calls()
             self._observe()
             self._step(version)
-            closed += [sequence for sequence in self._running if sequence.stop_reason is not None]
-            self._running = [sequence for sequence in self._running if sequence.stop_reason is None]
-        if closed:
-            self._log.wait_durable(max(sequence.close_seq for sequence in closed))
-        done |= {sequence.request.id: sequence.completion(version) for sequence in closed}
+            if self._checks_integrity:
+                self.check_integrity()
+        if self._closed:
+            self._log.wait_durable(max(sequence.close_seq for sequence in self._closed))
+        done |= {sequence.request.id: sequence.completion(version) for sequence in self._closed}
         self._is_generating = False
         return [done[request.id] for request in requests]
+
+    def _stop_if_paused(self) -> None:
+        if not self._paused.is_set():
+            return
+        if self._last_seq >= 0:
+            self._log.wait_durable(self._last_seq)
+        raise PausedError("the engine was paused; what was drawn is durable and the log's next opening goes on with it")
 
     def _check(self, requests: SequenceOf[Request], version: int) -> None:
         seen: set[RequestId] = set()
@@ -166,56 +218,37 @@ class LocalEngine:
             if request.id in seen:
                 raise EngineInputError(f"request {request.id} was given twice; an identity is sampled once")
             seen.add(request.id)
+            self._scheduler.check(request)
             self._logged.check(request)
 
-    def _reserve(self, requests: SequenceOf[Request]) -> None:
-        """Make the cache large enough for a full batch of the longest request; only while nothing is in flight."""
-        longest = max((request.max_tokens for request in requests), default=0)
-        if longest <= self._cache_tokens:
-            return
-        num_slots = self._config.max_batch_requests
-        num_blocks = 1 + num_slots * self._pool.blocks_for(longest)
-        self._pool = CachePool(
-            num_slots=num_slots, num_blocks=num_blocks, block_tokens=block_tokens(self._model_config)
-        )
-        self._forward.allocate(num_slots=num_slots, num_blocks=num_blocks)
-        self._cache_tokens = longest
+    def _restore(self, sequence: Sequence) -> KvState | None:
+        assert self._policy_version is not None, "generate checks that weights are loaded"
+        return self._logged.restore(sequence, self._policy_version)
 
     def _admit(self) -> None:
-        """Move waiting sequences to slots while there is room; equal tokens follow one leader."""
-        leaders = {
-            _leader_key(sequence): sequence
-            for sequence in self._running
-            if sequence.can_run and sequence.num_cached == 0
-        }
-        while self._waiting and self._pool.can_acquire(self._waiting[0].request.max_tokens):
-            sequence = self._waiting.popleft()
-            sequence.slot, sequence.blocks = self._pool.acquire(sequence.request.max_tokens)
-            seq = self._log.append_open(
+        """Open waiting sequences while there is room; those that were preempted come first."""
+        self._scheduler.resume_preempted()
+        while (sequence := self._scheduler.next_fresh()) is not None:
+            self._last_seq = self._log.append_open(
                 sequence.request,
-                slot=sequence.slot,
+                slot=sequence.log_slot,
                 attempt=sequence.attempt,
                 resumed_tokens=sequence.num_sampled,
                 resumed_observations=len(sequence.observed),
             )
-            self._running.append(sequence)
             if sequence.turn_ids.size:
                 # The last token in the log may have ended its turn; what followed was lost.
-                self._after_draw(sequence, seq)
-            if sequence.can_run:
-                leader = leaders.setdefault(_leader_key(sequence), sequence)
-                if leader is not sequence:
-                    sequence.is_following = True
-                    leader.followers.append(sequence)
+                self._after_draw(sequence, self._last_seq)
+            if sequence.stop_reason is None:
+                self._scheduler.enter(sequence)
 
     def _observe(self) -> None:
         """Append the answers that came; wait for one only where nothing else can be done."""
-        observing = {sequence.request.id: sequence for sequence in self._running if sequence.is_observing}
+        observing = {sequence.request.id: sequence for sequence in self._scheduler.observing()}
         if not observing:
             return
         assert self._environment is not None, "_check refuses tools without it"
-        must_wait = not any(sequence.can_run or sequence.stop_reason is not None for sequence in self._running)
-        for observation in self._environment.collect(block=must_wait):
+        for observation in self._environment.collect(block=not self._scheduler.can_run):
             sequence = observing.pop(observation.id, None)
             if sequence is None:
                 raise EngineError(f"the environment answered {observation.id}, which does not wait for an answer")
@@ -225,22 +258,24 @@ class LocalEngine:
                 self._close(sequence, StopReason.ABORTED)
                 continue
             _check_observation(sequence.request, observation)
-            self._log.append_observe(
-                sequence.slot, observation.token_ids, command_position=observation.command_position
+            self._last_seq = self._log.append_observe(
+                sequence.log_slot, observation.token_ids, command_position=observation.command_position
             )
             sequence.observe(observation.token_ids)
+            self._scheduler.observed(sequence)
 
     def _step(self, version: int) -> None:
         """Compute what is due, draw where a chunk reaches the end of its sequence, and log the draws."""
-        chunks = self._next_chunks()
+        chunks = self._scheduler.plan()
         if not chunks:
             return
         streams_BMD = self._forward.run(chunks)
+        self._scheduler.computed(chunks)
         drawing: list[Sequence] = []
         rows: list[int] = []
         for row, (sequence, _) in enumerate(chunks):
             if sequence.num_missing == 0:
-                group = [sequence, *self._release_followers(sequence)]
+                group = [sequence, *self._scheduler.release_followers(sequence)]
                 drawing += group
                 rows += [row] * len(group)
         if drawing:
@@ -249,31 +284,11 @@ class LocalEngine:
             compact = {row: index for index, row in enumerate(distinct)}
             self._draw(drawing, logits_BV[[compact[row] for row in rows]], version)
 
-    def _next_chunks(self) -> list[Chunk]:
-        """Return what the next step computes: every sequence that decodes, then at most prefill_chunk_tokens."""
-        running = [sequence for sequence in self._running if sequence.can_run]
-        chunks = [Chunk(sequence, 1) for sequence in running if sequence.num_missing == 1]
-        budget = self._config.prefill_chunk_tokens
-        for sequence in running:
-            if sequence.num_missing > 1 and budget > 0:
-                length = min(sequence.num_missing, budget)
-                chunks.append(Chunk(sequence, length))
-                budget -= length
-        return chunks
-
-    def _release_followers(self, leader: Sequence) -> list[Sequence]:
-        followers, leader.followers = leader.followers, []
-        if followers:
-            self._forward.copy(leader, followers)
-        for follower in followers:
-            follower.is_following = False
-        return followers
-
     def _draw(self, sequences: list[Sequence], logits_BV: Tensor, version: int) -> None:
         """Draw the next token of every sequence, log the step, and see who goes on."""
         drawn = draw_next(sequences, logits_BV)
-        slots = np.array([sequence.slot for sequence in sequences], dtype=np.uint16)
-        seq = self._log.append_step(
+        slots = np.array([sequence.log_slot for sequence in sequences], dtype=np.uint16)
+        self._last_seq = self._log.append_step(
             slots,
             drawn.token_ids,
             drawn.logprobs,
@@ -281,10 +296,12 @@ class LocalEngine:
             routes=step_routes(sequences),
             kept=drawn.kept,
         )
+        seq = self._last_seq
         sets = [None] * len(sequences) if drawn.kept is None else split_sets(drawn.kept)
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for sequence, token, logprob, kept_ids in zip(sequences, tokens, logprobs, sets, strict=True):
             sequence.accept(token, logprob, kept_ids)
+            # Not _last_seq: a CLOSE of the sequence before may have come after the tokens.
             self._after_draw(sequence, seq)
 
     def _after_draw(self, sequence: Sequence, seq: int) -> None:
@@ -317,12 +334,13 @@ class LocalEngine:
 
     def _close(self, sequence: Sequence, stop_reason: StopReason) -> None:
         sequence.stop_reason = stop_reason
-        sequence.close_seq = self._log.append_close(sequence.slot, stop_reason, failure=sequence.failure)
-        self._pool.release(sequence.slot, sequence.blocks)
-
-
-def _leader_key(sequence: Sequence) -> tuple[bool, tuple[int, ...]]:
-    return sequence.request.record_routes, tuple(sequence.token_ids)
+        self._last_seq = sequence.close_seq = self._log.append_close(
+            sequence.log_slot, stop_reason, failure=sequence.failure
+        )
+        self._scheduler.close(sequence)
+        self._closed.append(sequence)
+        if self._kv_store is not None:
+            self._kv_store.discard(sequence.request.id)
 
 
 def _check_observation(request: Request, observation: Observation) -> None:

@@ -57,7 +57,7 @@ def save_sequences(
             planes=export_sequence(storage, sequence.slot, sequence.blocks, sequence.num_cached, config),
         )
         if manifest is not None:
-            log.append_kv_saved(sequence.slot, manifest=manifest, fingerprint=store.fingerprint)
+            log.append_kv_saved(sequence.log_slot, manifest=manifest, fingerprint=store.fingerprint)
             num_saved += 1
     return num_saved
 

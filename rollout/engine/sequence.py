@@ -48,6 +48,10 @@ class RouteLog:
         """Return all known routes in order, in pieces [n, L, K]."""
         return [*self._logged, *self._pending]
 
+    def first(self, num_positions: int) -> Int16Array:
+        """Return the routes of the first positions, all of them known, [n, L, K]."""
+        return np.concatenate(self.known())[:num_positions]
+
     def padded(self, num_tokens: int) -> Int16Array | None:
         """Return int16 [num_tokens, L, K], -1 where unknown; None where nothing is known."""
         pieces = self.known()
@@ -61,13 +65,14 @@ class RouteLog:
 class Sequence:
     """State of a request in flight. The engine moves it.
 
-        waiting --slot--> prefilling --> decoding --end of sequence--> closed
-                               ^            |  tool is called
-                               +-- tool works: is_observing
+        waiting --cache--> prefilling --> decoding --end of sequence--> closed
+           ^                   ^            |  tool is called
+           |                   +-- tool works: is_observing
+           +-- preempted: tokens stay, slot and blocks go
 
     Waiting: no slot. Prefilling: more than one token is not in the cache yet (or a leader with the same tokens computes
-    them). Decoding: exactly the last token is missing. Observing: keeps slot and cache until the answer is appended.
-    Closed: ``stop_reason`` is set and slot and blocks are given back.
+    them). Decoding: exactly the last token is missing. Observing: until the answer is appended; it keeps its cache
+    unless it is preempted. Closed: ``stop_reason`` is set and slot and blocks are given back.
     """
 
     request: Request
@@ -84,10 +89,14 @@ class Sequence:
     """Experts that the tokens visited, where the request asks for them."""
     attempt: int = 0
     """Number of the attempt: grows when damage made an earlier one useless."""
+    age: int = -1
+    """Number of its opening in the log: smaller is older; -1 before."""
+    log_slot: int = -1
+    """Slot in the log, from its opening to its end."""
     slot: int = -1
-    """State slot; -1 while waiting."""
+    """State slot; -1 without a cache."""
     blocks: tuple[int, ...] = ()
-    """Cache blocks."""
+    """Cache blocks: those of its tokens; of a follower only what it will not share with its leader."""
     num_cached: int = 0
     """Tokens whose key-values are in the cache."""
     followers: list["Sequence"] = field(default_factory=list["Sequence"])

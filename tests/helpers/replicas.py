@@ -1,6 +1,7 @@
 """A tiny native-mode engine with a log in a temporary directory, and requests for it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.shapes import param_specs
 from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.engine.kv_store import KvStore
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import Environment
 from rollforward.rollout.types import Request, RequestId, SamplingParams, ToolUse, request_seed
@@ -32,15 +34,23 @@ def open_engine(
     version: int = 1,
     model_config: ModelConfig | None = None,
     environment: Environment | None = None,
-    **limits: int,
+    kv_store: KvStore | None = None,
+    **limits: Any,
 ) -> tuple[LocalEngine, WalWriter]:
-    """A native engine, on the tiny preset unless told otherwise, with weights loaded; `limits` are fields of
-    RolloutConfig."""
+    """A native engine, on the tiny preset unless told otherwise, with weights loaded, that counts its cache again after
+    every step; `limits` are fields of RolloutConfig."""
     log, recovered = open_log(directory, stream="engine-0", config=PROCESS)
     config = RolloutConfig(wal=PROCESS, **limits)
     model_config = tiny_config() if model_config is None else model_config
     engine = LocalEngine(
-        model_config, precision="native", config=config, log=log, recovered=recovered, environment=environment
+        model_config,
+        precision="native",
+        config=config,
+        log=log,
+        recovered=recovered,
+        environment=environment,
+        kv_store=kv_store,
+        checks_integrity=True,
     )
     engine.load_weights(version, packed)
     return engine, log

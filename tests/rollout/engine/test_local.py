@@ -262,7 +262,7 @@ def test_the_budget_left_after_a_crash_is_what_was_not_logged(packed: dict[str, 
     engine, log = open_engine(tmp_path, packed)
     with log:
         (completion,) = engine.generate(requests)
-        assert engine.resume_stats() == ResumeStats(resumed=1, tokens=4)
+        assert engine.resume_stats() == ResumeStats(resumed=1, tokens=4, prefilled_tokens=8)
     assert completion.token_ids.size <= 6
     assert recover(tmp_path).requests[requests[0].id].num_openings == 2
 
