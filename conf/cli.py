@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from rollforward.conf import console
+from rollforward.conf.drill import plan_drill
 from rollforward.conf.errors import UsageError, user_error
 from rollforward.conf.execute import execute
 from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of
@@ -76,7 +77,8 @@ def _dispatch(arguments: list[str]) -> int:
             rest
         )
     settings, print_only = _options(rest)
-    jobs = _resumed(settings) if verb == "resume" else plan_jobs(verb, settings)
+    plan = {"resume": _resumed, "drill": plan_drill}.get(verb)
+    jobs = plan_jobs(verb, settings) if plan is None else plan(settings)
     if print_only:
         texts = [to_yaml(job.config) for job in jobs]
         heads = [f"# {job.name} (rollforward {job.verb})\n" for job in jobs] if len(jobs) > 1 else [""]

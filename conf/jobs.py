@@ -37,6 +37,11 @@ VERBS: dict[str, Verb] = {
     "eval": Verb(
         "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts"
     ),
+    "drill": Verb(
+        "rollforward.rl.drill",
+        "rollforward.rl.drill_config:DrillRun",
+        "kill a short run's processes and compare it with an undisturbed one",
+    ),
     "plan": Verb(
         "rollforward.model.plan",
         "rollforward.model.plan:PlanRun",

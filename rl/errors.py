@@ -71,3 +71,7 @@ class TrackerError(RLError, ValueError):
 
 class EvaluationError(RLError, RuntimeError):
     """Not one answer of a task could be judged. Stop: an accuracy of 0 would be a claim about the model."""
+
+
+class DrillError(RLError, RuntimeError):
+    """A run of a drill failed by itself, or was over before anything was killed: nothing is proved."""
