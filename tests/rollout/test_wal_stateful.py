@@ -1,30 +1,78 @@
-"""The log as a state machine: a writer, kills that leave torn bytes, and a reader, against a model of the truth."""
+"""The log as a state machine: a writer, kills that leave torn bytes, and a reader, against a model of the truth.
 
+Three kinds of log: one that grows, one in segments of zeros, and one with a second copy, of which a crash may cost a
+whole directory, or bits of one copy.
+"""
+
+import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollforward.rollout.types import Request, RequestId, SamplingParams, StopReason
 from rollforward.rollout.wal import WalWriter, open_log
+from rollforward.rollout.wal_mirror import mirror_directory
 from rollforward.rollout.wal_records import WalConfig
 from rollforward.rollout.wal_recovery import RecoveredLog
+from rollforward.rollout.wal_scan import ProblemKind
+from rollforward.sandbox.codec import (
+    SEGMENT_HEADER_BYTES,
+    SegmentHeader,
+    frame_seed,
+    parse_segment_header,
+    scan_frames,
+)
 
 
 def request(member: int) -> Request:
     return Request(
         id=RequestId(0, 0, member),
-        prompt_ids=np.array([member], np.int32),
+        prompt_ids=np.full(300, member, np.int32),
         seed=member,
         sampling=SamplingParams(max_new_tokens=50),
         policy_version=1,
     )
 
 
-def start(directory: Path) -> tuple[WalWriter, RecoveredLog]:
-    return open_log(directory, stream="engine-0", config=WalConfig(level="process", segment_bytes=4096))
+def no_sync(_: int) -> None:
+    """A kill leaves the page cache alone; what a sync is for is proven with a power cut."""
+
+
+def start(directory: Path, config: WalConfig) -> tuple[WalWriter, RecoveredLog]:
+    return open_log(directory, stream="engine-0", config=config, sync=no_sync)
+
+
+def append_torn(segment: Path, torn: bytes) -> None:
+    """What a write that was cut short leaves: after the last record, also where zeros were prepared."""
+    data = segment.read_bytes()
+    header = parse_segment_header(data)
+    assert isinstance(header, SegmentHeader)
+    scan = scan_frames(data, offset=SEGMENT_HEADER_BYTES, seed=frame_seed("engine-0", header.epoch))
+    with segment.open("r+b") as file:
+        file.seek(scan.end)
+        file.write(torn)
+
+
+def damage(home: Path, kind: str, place: int) -> None:
+    """What may happen to one copy of two."""
+    paths = sorted(home.glob("*.wal"))
+    path = paths[place % len(paths)]
+    match kind:
+        case "directory":
+            shutil.rmtree(home)
+        case "file":
+            path.unlink()
+        case "bit":
+            data = bytearray(path.read_bytes())
+            data[place % len(data)] ^= 1 << place % 8
+            path.write_bytes(data)
+        case _:
+            path.write_bytes(path.read_bytes()[: place % 4096])
 
 
 def append_rows(writer: WalWriter, rows: dict[int, int]) -> int:
@@ -39,18 +87,24 @@ class WriterCrashReader(RuleBasedStateMachine):
     """Drives a writer through appends, kills with torn writes, and restarts; a model knows what must come back."""
 
     root: Path
+    level: Literal["process", "node", "cluster"]
     counter = 0
 
     def __init__(self) -> None:
         super().__init__()
         type(self).counter += 1
-        self.directory = self.root / str(self.counter)
+        self.directory = self.root / str(self.counter) / "wal" / "engine-0"
+        mirror_dir = str(self.root / "mirror") if self.level == "cluster" else None
+        self.config = WalConfig(
+            level=self.level, segment_bytes=4096, mirror_dir=mirror_dir, mirror_same_device=True, preallocate=True
+        )
+        self.mirror = mirror_directory(self.config, self.directory)
         self.truth: dict[int, list[int]] = {}
         self.closed: set[int] = set()
         self.acknowledged: dict[int, int] = {}
         self.delivered: set[int] = set()
         self.slots: dict[int, int] = {}
-        self.writer, _ = start(self.directory)
+        self.writer, _ = start(self.directory, self.config)
 
     @rule()
     def open(self) -> None:
@@ -82,18 +136,33 @@ class WriterCrashReader(RuleBasedStateMachine):
         self.acknowledged = {member: len(got) for member, got in self.truth.items()}
         self.delivered = set(self.closed)
 
-    @rule(torn=st.binary(max_size=40), is_orderly=st.booleans())
-    def crash(self, torn: bytes, is_orderly: bool) -> None:
+    @rule(
+        torn=st.binary(max_size=40),
+        is_orderly=st.booleans(),
+        is_in_mirror=st.booleans(),
+        loss=st.sampled_from(["nothing", "directory", "file", "bit", "tail"]),
+        place=st.integers(0, 1 << 20),
+    )
+    def crash(
+        self, torn: bytes, is_orderly: bool, is_in_mirror: bool = False, loss: str = "nothing", place: int = 0
+    ) -> None:
+        homes = [self.directory] if self.mirror is None else [self.directory, self.mirror]
+        hit = homes[-1] if is_in_mirror else homes[0]
         if is_orderly:
             self.publish()
             self.writer.close()
         else:
             self.writer.abandon()
-            with max(self.directory.glob("*.wal")).open("ab") as segment:
-                segment.write(torn)
-        self.writer, log = start(self.directory)
-        assert (log.problems, log.failed, log.scan.lost_frames) == ((), {}, 0)
-        assert log.scan.torn_bytes <= len(torn)
+            append_torn(max(hit.glob("*.wal")), torn)
+        if self.mirror is not None and loss != "nothing":
+            damage(hit, loss, place)
+        self.writer, log = start(self.directory, self.config)
+        assert (log.failed, log.scan.lost_frames) == ({}, 0)
+        # Of two copies either may be damaged and heal; one alone is never found damaged.
+        kinds = {problem.kind for problem in log.problems}
+        assert kinds <= ({ProblemKind.HEALED} if self.mirror is not None else set())
+        if loss != "tail":
+            assert log.scan.torn_bytes <= len(torn)
         recovered = {found.member: again for found, again in log.requests.items()}
         assert set(self.acknowledged) <= set(recovered)
         for member, again in recovered.items():
@@ -117,7 +186,8 @@ class WriterCrashReader(RuleBasedStateMachine):
         self.writer.abandon()
 
 
-def test_writer_crash_reader(tmp_path: Path) -> None:
-    WriterCrashReader.root = tmp_path
+@pytest.mark.parametrize("level", ["process", "node", "cluster"])
+def test_writer_crash_reader(tmp_path: Path, level: Literal["process", "node", "cluster"]) -> None:
+    WriterCrashReader.root, WriterCrashReader.level = tmp_path, level
     WriterCrashReader.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
     WriterCrashReader.TestCase("runTest").runTest()
