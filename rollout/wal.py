@@ -136,6 +136,11 @@ class WalWriter:
         # Per slot the flag bits of the columns that its tokens must come with.
         self._asked = np.zeros(NUM_SLOTS, np.uint8)
         self._row_numbers = np.arange(NUM_SLOTS, dtype=np.int32)
+        # A batch stays the same for many steps, and what was checked of it holds: its slots, as bytes too, the columns
+        # that it came with, and its steps that are not in `_num_tokens` yet.
+        self._batch = b""
+        self._batch_slots = np.zeros(0, np.uint16)
+        self._batch_flags = self._batch_steps = 0
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -195,6 +200,7 @@ class WalWriter:
             resumed_observations=resumed_observations,
         )
         with self._append_lock:
+            self._settle()
             if not 0 <= slot < NO_SLOT or slot in self._ids:
                 state = f"held by {self._ids[slot]}" if slot in self._ids else "out of range"
                 raise WalUsageError(
@@ -245,20 +251,14 @@ class WalWriter:
             kept=kept,
         )
         encoded = encode_record(record)
+        batch = slots.tobytes()
         with self._append_lock:
-            counts = self._num_tokens[slots]
-            rows = self._row_numbers[: len(slots)]
-            self._scratch[slots] = rows
-            if not len(slots) or counts.min() < 0 or not np.array_equal(self._scratch[slots], rows):
-                raise WalUsageError(self._explain_slots(slots))
-            missing = self._asked[slots] & ~np.uint8(encoded.flags)
-            if missing.any():
-                raise WalUsageError(
-                    f"STEP has no column for what slots {slots[missing != 0].tolist()} asked for (routes:"
-                    f" {routes is not None}, kept sets: {kept is not None}); give it with every token of theirs."
-                )
+            if batch != self._batch or encoded.flags != self._batch_flags or not batch:
+                self._settle()
+                self._check_step(record, encoded.flags)
+                self._batch, self._batch_slots, self._batch_flags = batch, slots.copy(), encoded.flags
             seq = self._committer.submit(*encoded)
-            self._num_tokens[slots] = counts + 1
+            self._batch_steps += 1
         return seq
 
     def append_observe(self, slot: int, token_ids: Int32Array, *, command_position: int = 0) -> int:
@@ -277,6 +277,7 @@ class WalWriter:
 
         """
         with self._append_lock:
+            self._settle()
             identity = self._open_id(slot)
             ordinal = self._num_observations[slot]
             record = ObserveRecord(
@@ -305,6 +306,7 @@ class WalWriter:
 
         """
         with self._append_lock:
+            self._settle()
             identity = self._open_id(slot)
             num_tokens = int(self._num_tokens[slot])
             return self._append(
@@ -332,6 +334,7 @@ class WalWriter:
 
         """
         with self._append_lock:
+            self._settle()
             identity = self._open_id(slot)
             num_tokens = int(self._num_tokens[slot])
             seq = self._append(
@@ -390,6 +393,26 @@ class WalWriter:
     def abandon(self) -> None:
         """Ends the thread and gives the lock back without committing what is queued, as a crash would."""
         self._committer.abandon()
+
+    def _settle(self) -> None:
+        """Brings the slot tables up to date; the next step is checked anew. The caller holds the append lock."""
+        if self._batch_steps:
+            self._num_tokens[self._batch_slots] += self._batch_steps
+        self._batch, self._batch_steps = b"", 0
+
+    def _check_step(self, record: StepRecord, flags: int) -> None:
+        slots = record.slots
+        rows = self._row_numbers[: len(slots)]
+        self._scratch[slots] = rows
+        if not len(slots) or self._num_tokens[slots].min() < 0 or not np.array_equal(self._scratch[slots], rows):
+            raise WalUsageError(self._explain_slots(slots))
+        missing = self._asked[slots] & ~np.uint8(flags)
+        if missing.any():
+            raise WalUsageError(
+                f"STEP has no column for what slots {slots[missing != 0].tolist()} asked for (routes:"
+                f" {record.routes is not None}, kept sets: {record.kept is not None}); give it with every token of"
+                " theirs."
+            )
 
     def _explain_slots(self, slots: npt.NDArray[np.uint16]) -> str:
         if not len(slots):

@@ -237,6 +237,42 @@ def test_misuse_is_refused_and_appends_nothing(
     assert (tokens(log, 0), log.problems) == ([1], ())
 
 
+def test_an_unchanged_batch_is_counted_and_a_changed_one_is_checked_again(tmp_path: Path) -> None:
+    """Steps of the same slots skip the checks; every other record in between must see the true counts."""
+    writer, _ = start(tmp_path)
+    with writer:
+        writer.append_open(request(0), slot=3)
+        writer.append_open(request(1), slot=4)
+        for token in range(3):
+            step(writer, {3: token, 4: token})
+        writer.append_observe(3, np.array([9], np.int32))
+        for token in range(3, 5):
+            step(writer, {3: token, 4: token})
+        writer.append_kv_saved(4, manifest="kv", fingerprint="f")
+        step(writer, {3: 5, 4: 5})
+        writer.append_close(4, StopReason.EOS)
+        with pytest.raises(WalUsageError, match="not open"):
+            step(writer, {3: 6, 4: 6})
+        step(writer, {3: 6})
+        reused = np.array([3], np.uint16)
+        writer.append_step(reused, *rows(1), policy_version=1)
+        reused[0] = 4
+        with pytest.raises(WalUsageError, match="not open"):
+            writer.append_step(reused, *rows(1), policy_version=1)
+        writer.append_open(request(2), slot=4)
+        step(writer, {3: 8, 4: 0})
+        writer.append_close(3, StopReason.EOS)
+    log = recover(tmp_path)
+    assert (log.problems, log.failed) == ((), {})
+    first, second, third = log.requests.values()
+    assert (first.observations[0].after_tokens, len(first.token_ids)) == (3, 9)
+    assert first.close is not None
+    assert second.close is not None
+    assert second.kv is not None
+    assert (first.close.num_tokens, second.close.num_tokens, second.kv.num_tokens) == (9, 6, 5)
+    assert third.token_ids.tolist() == [0]
+
+
 def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros(count, np.int32), np.zeros(count, np.float32)
 
