@@ -208,8 +208,8 @@ def test_a_cache_for_one_serves_all(
         answers=3,
     )
     stats = _run(packed, undisturbed, everything).cache_stats()
-    assert stats.preemptions >= 5
-    assert (stats.prefix_hits > 5) == prefix_sharing
+    assert stats.preemptions > 2
+    assert (stats.prefix_hits > 2) == prefix_sharing
 
 
 def test_later_members_and_other_prompts_start_behind_what_is_kept(
@@ -224,6 +224,21 @@ def test_later_members_and_other_prompts_start_behind_what_is_kept(
         stats = engine.cache_stats()
         assert (stats.prefix_hits, stats.prefix_tokens) == (2, 32)
         assert engine.generate([requests[18]]) == [undisturbed[18]]
+
+
+def test_a_prefix_without_routes_is_not_for_a_request_that_records_them(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    requests = _requests()
+    silent = msgspec.structs.replace(requests[15], id=RequestId(1, 5, 0), record_routes=False)
+    engine, log = _open(tmp_path, packed, cache_blocks=LARGEST)
+    with log:
+        engine.generate([silent])
+        assert engine.generate([requests[15]]) == [undisturbed[15]]
+        assert engine.cache_stats().prefix_hits == 0
+        again = msgspec.structs.replace(silent, id=RequestId(1, 5, 1))
+        engine.generate([again])
+        assert engine.cache_stats().prefix_hits == 1
 
 
 def test_nothing_of_older_weights_is_used(packed: dict[str, PackedTensor], tmp_path: Path) -> None:
