@@ -73,9 +73,9 @@ class RolloutActor:
         return self._replica.log_stats()
 
     @ray.method(concurrency_group="drain")
-    def drain(self, deadline_s: float) -> None:
+    def drain(self, deadline_s: float) -> int:
         """See ``Replica.drain``."""
-        self._replica.drain(deadline_s)
+        return self._replica.drain(deadline_s)
 
     def close(self) -> None:
         """See ``Replica.close``."""

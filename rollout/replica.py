@@ -21,6 +21,7 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
+from rollforward.rollout.engine.kv_store import KvStore
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
 from rollforward.rollout.errors import EngineError
@@ -32,6 +33,10 @@ from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
+
+_KV_NAME = "kv"
+_SAVING_SHARE = 0.8
+"""Of the time to hand over, what saving key-values may take: the log comes first, and they can be computed again."""
 
 
 class Restarts(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +152,6 @@ class Replica:
         """
         torch.set_num_threads(config.threads)
         self.name = name
-        self._is_leaving = False
         self._generating = threading.Lock()
         with ExitStack() as opened:
             answering = None if environment is None else build_environment(environment)
@@ -164,6 +168,7 @@ class Replica:
                 self._publication = Publication(config.ledger, scope=scope, life=life, recovered=recovered)
                 opened.callback(self._publication.close)
                 answering = self._publication.watch(answering)
+            self._kv_store = KvStore(log_directory / _KV_NAME, model_config, precision)
             self._engine: Engine = LocalEngine(
                 model_config,
                 precision=precision,
@@ -171,6 +176,7 @@ class Replica:
                 log=self._log,
                 recovered=recovered,
                 environment=answering,
+                kv_store=self._kv_store,
             )
             self._opened = opened.pop_all()
 
@@ -193,8 +199,6 @@ class Replica:
         """Sample requests to their end; every token returned is durable. See ``Engine.generate``."""
         self._step = max((request.id.step for request in requests), default=self._step)
         with self._generating:
-            if self._is_leaving:
-                raise EngineError(f"replica {self.name} was asked to generate while it hands over; ask its successor")
             completions = self._engine.generate(requests)
         return completions if self._publication is None else self._publication.completions(completions)
 
@@ -212,25 +216,32 @@ class Replica:
             interruptions=tuple(one for one in self._interruptions if one.id.step >= self._step),
         )
 
-    def drain(self, deadline_s: float) -> None:
-        """Hand over to a successor that is yet to come: take no requests, and close the log in order.
-
-        A request in flight goes on for as long as there is time; every token of it is in the log. From any thread.
+    def drain(self, deadline_s: float) -> int:
+        """Hand over to a successor that is yet to come: stop at the next step, save key-values while there is time, and
+        close the log in order. From any thread; a ``generate`` in another one raises PausedError.
 
         Args:
             deadline_s: seconds until the process may be ended from outside.
 
+        Returns:
+            How many requests' key-values were saved; the others are prefilled from the log.
+
         Raises:
-            EngineError: requests are in flight at the deadline; the log has what was drawn but was not closed.
+            EngineError: a step took longer than the deadline; the log has what was drawn but was not closed.
             WalWriteError, WalFencedError, WalStalledError: the log failed.
         """
-        self._is_leaving = True
+        save_until_s = time.monotonic() + _SAVING_SHARE * deadline_s
+        self._engine.pause()
         if not self._generating.acquire(timeout=deadline_s):
-            raise EngineError(f"replica {self.name} has requests in flight after {deadline_s:g} s")
+            raise EngineError(
+                f"replica {self.name} is still in a step after {deadline_s:g} s; its log goes on from there"
+            )
         try:
+            num_saved = self._engine.save_kv(self._kv_store, has_time=lambda: time.monotonic() < save_until_s)
             self.close()
         finally:
             self._generating.release()
+        return num_saved
 
     def close(self) -> None:
         """Make everything durable, give the log back, and end the environment."""

@@ -270,7 +270,8 @@ class Supervisor:
         self._announce(f"{replica.name} leaves where it is within {deadline_s:.0f} s and goes on elsewhere")
         if replica.worker is not None and replica.is_open:
             try:
-                yield from self._answer(replica.worker.drain(deadline_s), deadline_s + _HAND_OVER_GRACE_S)
+                saved: int = yield from self._answer(replica.worker.drain(deadline_s), deadline_s + _HAND_OVER_GRACE_S)
+                self._announce(f"{replica.name} handed over; key-values of {saved} requests are saved")
             except (RolloutError, OSError) as error:
                 self._announce(f"{replica.name} did not hand over ({first_line(error)}); its log is what it leaves")
         self._end(replica)

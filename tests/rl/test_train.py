@@ -1,17 +1,19 @@
-"""Proves: an error of a learner's start keeps its type, a process that dies is named in a line, and every rank reports
-what it quantises. On a real Ray."""
+"""Proves: an error of a learner's start keeps its type, a process that dies is named in a line, every rank reports what
+it quantises, and one that is lost ends the call that waits for it. On a real Ray."""
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from rollforward.model.checkpoint import write_checkpoint
-from rollforward.model.errors import ConfigError
+from rollforward.model.errors import ConfigError, RankLostError
 from rollforward.model.train_config import AdamW
 from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.algorithms import GRPO
@@ -43,6 +45,11 @@ def test_a_process_that_dies_is_named() -> None:
         ray.get(dying.end.remote())
 
 
+def _learners() -> list[psutil.Process]:
+    family = psutil.Process().children(recursive=True)
+    return [process for process in family if "LearnerActor" in " ".join(process.cmdline())]
+
+
 def _settings(model_dir: Path) -> LearnerSettings:
     return LearnerSettings(
         model_dir=str(model_dir),
@@ -64,13 +71,24 @@ def test_an_error_of_a_learners_start_keeps_its_type(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.timeout(120)
-def test_every_rank_reports_what_it_takes_through_its_formats(tmp_path: Path) -> None:
+def test_every_rank_reports_its_formats_and_a_lost_one_ends_the_call(tmp_path: Path) -> None:
     config, files = tiny_config(), {TOKENIZER_NAME: b"not read here"}
     write_checkpoint(tmp_path / "model", config, random_params(config), precision="fp32", extra_files=files)
-    actors = [
+    before = {process.pid for process in _learners()}
+    actors: list[Any] = [
         LearnerActor.options(num_cpus=0).remote(rank, 2, tmp_path / "rendezvous")  # type: ignore[attr-defined]
         for rank in range(2)
     ]
-    assert LearnerPool(actors, _settings(tmp_path / "model")).quantised() == [planned_quantised(config, "native")] * 2
+    pool = LearnerPool(actors, _settings(tmp_path / "model"))
+    assert pool.quantised() == [planned_quantised(config, "native")] * 2
+    # One rank waits for the other, which is stopped and then killed: the call ends then, far below gloo's timeout.
+    pid = max(process.pid for process in _learners() if process.pid not in before)
+    os.kill(pid, signal.SIGSTOP)
+    killer = threading.Timer(1.0, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises((LostProcessError, RankLostError)), losses_named():
+        pool.save(tmp_path / "checkpoint")
+    assert not killer.is_alive(), "it was waited for"
     for actor in actors:
         ray.kill(actor)

@@ -143,7 +143,7 @@ class Process:
     def drain(self, deadline_s: float) -> Call:
         self.is_leaving = True
         self.world.drained.append((self.index, self.life, deadline_s))
-        return self._ask("drain", None, min(3.0, deadline_s))
+        return self._ask("drain", 2, min(3.0, deadline_s))
 
     def close(self) -> Call:
         return self._ask("close", None, 0.1)
