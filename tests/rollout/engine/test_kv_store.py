@@ -233,11 +233,13 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_flipped_bit_is_refused(tmp_path: Path) -> None:
     _attack_bits(tmp_path, lambda size: range(8 * size))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
     _attack_lengths(tmp_path, lambda size: range(size))
 
