@@ -34,7 +34,7 @@ from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
 
-_KV_NAME = "kv"
+_KV_SUFFIX = ".kv"
 _SAVING_SHARE = 0.8
 """Of the time to hand over, what saving key-values may take: the log comes first, and they can be computed again."""
 
@@ -168,7 +168,7 @@ class Replica:
                 self._publication = Publication(config.ledger, scope=scope, life=life, recovered=recovered)
                 opened.callback(self._publication.close)
                 answering = self._publication.watch(answering)
-            self._kv_store = KvStore(log_directory / _KV_NAME, model_config, precision)
+            self._kv_store = KvStore(log_directory.with_name(log_directory.name + _KV_SUFFIX), model_config, precision)
             self._engine: Engine = LocalEngine(
                 model_config,
                 precision=precision,
