@@ -39,9 +39,6 @@ from rollforward.rollout.engine.kv_file import (
 from rollforward.rollout.types import RequestId
 from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, sync_directory
 
-DIRECTORY_SUFFIX = ".kv"
-"""What a replica's directory of saved key-values has after the name of its log's."""
-
 DEFAULT_MAX_BYTES = 64 << 30
 """Bytes of planes that a store keeps unless told otherwise."""
 
