@@ -138,6 +138,11 @@ def latest_checkpoint(root: Path) -> tuple[Path, LoopState] | None:
     return None
 
 
+def oldest_step(root: Path) -> int:
+    """Return the step of the oldest checkpoint that is kept, from which the run would go on were all others damaged."""
+    return min((int(directory.name.removeprefix("step_")) for directory in root.glob("step_*")), default=0)
+
+
 def log_positions(stats: Sequence[LogStats]) -> dict[str, int]:
     """Return where the replicas' token logs end, by replica: `LoopState.log_positions`."""
     return {one.replica: one.position for one in stats}

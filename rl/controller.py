@@ -42,6 +42,7 @@ from rollforward.rl.checkpoints import (
     is_due,
     log_positions,
     name_lost_logs,
+    oldest_step,
     restore,
     save_checkpoint,
 )
@@ -66,6 +67,7 @@ from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import (
     WEIGHTS_NAME,
@@ -97,6 +99,10 @@ class Rollout(Protocol):
 
     def log_stats(self) -> list[LogStats]:
         """Return every replica's log counters."""
+        ...
+
+    def retire(self, before_step: int) -> list[Retirement]:
+        """Let every replica's log forget requests of earlier steps, as far as it is larger than it may be."""
         ...
 
 
@@ -365,6 +371,9 @@ class Controller:
             state = msgspec.structs.replace(state, tracker=self._tracker.state, log_positions=logged)
             save_checkpoint(root, state, self._learner.save, keep=self._run.keep_checkpoints)
             self._retire_samples(state)
+            for retired in self._rollout.retire(oldest_step(root)):
+                if retired.kept_because is not None:
+                    say(f"a token log does not get smaller: {retired.kept_because}")
 
     def _retire_samples(self, state: LoopState) -> None:
         """Unlink what the checkpoint of ``state`` covers; an older one, should it be needed, has the token log."""

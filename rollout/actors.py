@@ -17,6 +17,7 @@ from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.environment import EnvironmentConfig
 from rollforward.rollout.replica import Beat, LogStats, Pulse, Replica
 from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
 
@@ -71,6 +72,10 @@ class RolloutActor:
     def log_stats(self) -> LogStats:
         """See ``Replica.log_stats``."""
         return self._replica.log_stats()
+
+    def retire(self, before_step: int) -> Retirement:
+        """See ``Replica.retire``."""
+        return self._replica.retire(before_step)
 
     @ray.method(concurrency_group="drain")
     def drain(self, deadline_s: float) -> int:

@@ -73,6 +73,10 @@ class RayWorker:
         """See ``Worker``."""
         return self._actor.log_stats.remote()
 
+    def retire(self, before_step: int) -> object:
+        """See ``Worker``."""
+        return self._actor.retire.remote(before_step)
+
     def drain(self, deadline_s: float) -> object:
         """See ``Worker``."""
         return self._actor.drain.remote(deadline_s)

@@ -31,6 +31,7 @@ from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.types import Completion, Request, ResumeStats
 from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
 
@@ -215,6 +216,10 @@ class Replica:
             resumed=self._engine.resume_stats(),
             interruptions=tuple(one for one in self._interruptions if one.id.step >= self._step),
         )
+
+    def retire(self, before_step: int) -> Retirement:
+        """Let the log forget what a durable checkpoint covers. See ``WalWriter.retire``."""
+        return self._log.retire(before_step)
 
     def drain(self, deadline_s: float) -> int:
         """Hand over to a successor that is yet to come: stop at the next step, save key-values while there is time, and

@@ -36,6 +36,7 @@ from rollforward.rollout.errors import (
 from rollforward.rollout.replica import Beat, EngineFailures, LogStats, Restarts
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck, WeightsManifest, check_acknowledgement, read_manifest
 from rollforward.rollout.worker import Host, Worker
@@ -205,6 +206,10 @@ class Supervisor:
             msgspec.structs.replace(one, restarts=replica.restarts, failures=replica.failures)
             for one, replica in zip(stats, self._replicas, strict=True)
         ]
+
+    def retire(self, before_step: int) -> list[Retirement]:
+        """Let every replica's log forget what a durable checkpoint covers."""
+        return self._run(lambda replica: _worker(replica).retire(before_step))
 
     def close(self) -> None:
         """Close every replica's log in order. A process that is lost now has nothing durable to lose; it is told."""

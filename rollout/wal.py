@@ -47,6 +47,7 @@ from rollforward.rollout.wal_records import (
     encode_record,
 )
 from rollforward.rollout.wal_recovery import RecoveredLog, recover
+from rollforward.rollout.wal_retention import Retention, Retirement
 from rollforward.rollout.wal_runs import asked_columns
 from rollforward.rollout.wal_scan import ProblemKind
 from rollforward.rollout.wal_step import StepRecord, StepRoutes
@@ -110,7 +111,10 @@ def open_log(
     except BaseException:
         claim.release()
         raise
-    return WalWriter(committer, epoch=claim.epoch), recovered
+    retention = Retention(
+        claim.directories, keep_bytes=config.keep_bytes, recovered=(*recovered.requests, *recovered.failed)
+    )
+    return WalWriter(committer, epoch=claim.epoch, retention=retention), recovered
 
 
 class WalWriter:
@@ -122,10 +126,11 @@ class WalWriter:
     As a context manager it closes, or abandons when the body raised.
     """
 
-    def __init__(self, committer: GroupCommitter, *, epoch: int) -> None:
+    def __init__(self, committer: GroupCommitter, *, epoch: int, retention: Retention) -> None:
         """Use `open_log`: a writer without recovery would repeat sequence numbers."""
         self.epoch = epoch
         self._committer = committer
+        self._retention = retention
         # One append at a time, so that one waiting for room keeps its place and the slot tables stay true.
         self._append_lock = threading.Lock()
         self._ids: dict[int, RequestId] = {}
@@ -207,6 +212,7 @@ class WalWriter:
                     f"wal slot {slot} for {request.id}: it is {state}; take a free one of 0..{NO_SLOT - 1}."
                 )
             seq = self._append(record)
+            self._retention.see(request.id, seq)
             self._ids[slot] = request.id
             self._num_observations[slot] = resumed_observations
             self._num_tokens[slot] = resumed_tokens
@@ -361,7 +367,37 @@ class WalWriter:
         """
         record = CloseRecord(slot=NO_SLOT, id=identity, stop_reason=stop_reason, failure=failure, num_tokens=num_tokens)
         with self._append_lock:
-            return self._append(record)
+            seq = self._append(record)
+            self._retention.see(identity, seq)
+        return seq
+
+    def retire(self, before_step: int) -> Retirement:
+        """Removes what is covered by a checkpoint while the log is larger than `keep_bytes`, in whole segments.
+
+        What a call finds is removed by a later one, when checkpoints have gone on: the log stays larger than keep_bytes
+        by what the kept checkpoints do not cover.
+
+        Args:
+            before_step: requests of earlier steps, evaluations among them, are never asked for again: the step of the
+                oldest checkpoint that is kept, which is durable.
+
+        Returns:
+            What was removed, or why nothing was: a request is open, or a directory cannot be written.
+
+        Raises:
+            WalWriteError, WalFencedError, WalStalledError: see `append_step`; nothing was removed.
+
+        """
+        with self._append_lock:
+            if self._ids:
+                return Retirement(kept_because=f"{len(self._ids)} requests are open")
+            try:
+                if not self._retention.is_due:
+                    return Retirement()
+                self._retention.add_cut(self._committer.cut())
+                return self._retention.retire(before_step, durable_seq=self._committer.durable_seq)
+            except OSError as error:
+                return Retirement(kept_because=str(error))
 
     def wait_durable(self, seq: int, *, timeout_s: float | None = None) -> None:
         """Returns when every record up to `seq` is durable.

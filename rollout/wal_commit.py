@@ -190,6 +190,21 @@ class GroupCommitter:
                 " Look at the disk; raise stall_timeout_s if it is only slow."
             )
 
+    def cut(self) -> SegmentHeader:
+        """Lets the next frame begin a segment and returns that segment's header. Only while nobody submits.
+
+        Raises:
+            WalWriteError, WalFencedError: the committer failed, or a newer epoch exists.
+            WalStalledError: what was submitted is not durable yet; may be repeated.
+
+        """
+        self.wait_durable(self._next_seq - 1)
+        if self._error is not None:
+            raise self._error
+        self._claim.check()
+        with self._condition:
+            return self._segments.cut(self._next_seq, self._tail_crc)
+
     def close(self, *, seal: int) -> None:
         """Makes everything durable, writes a last frame of type `seal`, ends the thread; safe to call twice.
 

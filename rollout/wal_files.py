@@ -3,6 +3,7 @@
     00000003-000002.wal   segment 2 of epoch 3 (created whole under a temporary name, then linked: never half a header)
     EPOCH                 a segment header of kind "EPOC": stream, newest epoch (who has an older one is fenced), and
                           the log's identity, which its mirror shares
+    RETIRED               header of the first segment that is kept, where older ones were removed (wal_retention.py)
     LOCK                  held with flock by the live writer
 
 Here: names, atomic creation, locking and fencing. Not here: the bytes (sandbox/codec.py), the writer thread
@@ -26,6 +27,9 @@ TEMPORARY_SUFFIX = ".tmp"
 
 EPOCH_NAME = "EPOCH"
 """Name of the epoch file."""
+
+RETIRED_NAME = "RETIRED"
+"""Name of the file that says where the log begins, once something of it was removed."""
 
 LOCK_NAME = "LOCK"
 """Name of the lock file."""

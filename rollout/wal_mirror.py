@@ -22,6 +22,7 @@ from rollforward.rollout.errors import WalUsageError
 from rollforward.rollout.wal_files import (
     EPOCH_NAME,
     LOCK_NAME,
+    RETIRED_NAME,
     TEMPORARY_SUFFIX,
     parse_segment_name,
     replace_file,
@@ -65,7 +66,7 @@ class LogFiles(NamedTuple):
     """What the directories of a log hold."""
 
     files: list[LogFile]
-    """Every file but EPOCH, LOCK and temporary ones, by name."""
+    """Every file but EPOCH, RETIRED, LOCK and temporary ones, by name."""
     findings: list[Finding]
     """What is wrong with single copies; nothing of it is lost unless `files` shows it too."""
     stale: tuple[str, ...]
@@ -122,24 +123,29 @@ def mirror_directory(config: WalConfig, directory: Path, *, makes: bool = True) 
     return mirror
 
 
-def read_log_files(directory: Path, mirror: Path | None) -> LogFiles:
+def read_log_files(directory: Path, mirror: Path | None, *, first: tuple[int, int] = (0, 0)) -> LogFiles:
     """Returns the files of a log, each with what all its copies hold.
+
+    Args:
+        directory: of the log.
+        mirror: of its second copy, if it has one.
+        first: (epoch, number) of the oldest segment that counts; older ones are as good as removed.
 
     Invariants: reads only; never raises on the content of files; a directory that is absent holds nothing.
 
     """
     findings: list[Finding] = []
-    first = _contents(directory, findings)
+    ours = _contents(directory, findings, first)
     if mirror is None:
-        return LogFiles([LogFile(directory / name, data) for name, data in sorted(first.items())], findings, ())
-    second = _contents(mirror, findings)
-    names = sorted({*first, *second})
+        return LogFiles([LogFile(directory / name, data) for name, data in sorted(ours.items())], findings, ())
+    others = _contents(mirror, findings, first)
+    names = sorted({*ours, *others})
     numbered = [number for number in map(parse_segment_name, names) if number is not None]
     files: list[LogFile] = []
     stale: list[str] = []
     for name in names:
         number = parse_segment_name(name)
-        copies = first.get(name), second.get(name)
+        copies = ours.get(name), others.get(name)
         if copies[0] == copies[1]:
             files.append(LogFile(directory / name, copies[0] or b""))
             continue
@@ -176,13 +182,15 @@ def heal(directory: Path, mirror: Path, names: tuple[str, ...]) -> None:
         sync_directory(home)
 
 
-def _contents(directory: Path, findings: list[Finding]) -> dict[str, bytes]:
-    """Returns the bytes of every file that may be a segment, by name."""
+def _contents(directory: Path, findings: list[Finding], first: tuple[int, int] = (0, 0)) -> dict[str, bytes]:
+    """Returns the bytes of every file that may be a segment, by name; without segments before the first that counts."""
     if not directory.is_dir():
         return {}
     contents: dict[str, bytes] = {}
     for path in sorted(directory.iterdir()):
-        if path.name in (EPOCH_NAME, LOCK_NAME) or path.name.endswith(TEMPORARY_SUFFIX):
+        if path.name in (EPOCH_NAME, RETIRED_NAME, LOCK_NAME) or path.name.endswith(TEMPORARY_SUFFIX):
+            continue
+        if (parse_segment_name(path.name) or first) < first:
             continue
         try:
             contents[path.name] = path.read_bytes()

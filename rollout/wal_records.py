@@ -56,6 +56,9 @@ class WalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Fill segments with zeros before they are used: a sync then writes data alone. Only where syncs are made."""
     queue_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 16 << 20
     """Records waiting for the writer thread; beyond it an append waits (back-pressure on decoding, never dropping)."""
+    keep_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = 1 << 30
+    """What is covered by a checkpoint is removed from the log while the log is larger than this, oldest first and in
+    whole segments; None keeps everything for analysis."""
     stall_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 60.0
     """How long an append or a wait may take before it is an error that names the disk."""
 

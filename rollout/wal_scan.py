@@ -27,8 +27,9 @@ from rollforward.rollout.wal_files import (
     read_epoch_file,
     sync_directory,
 )
-from rollforward.rollout.wal_mirror import heal, read_log_files
+from rollforward.rollout.wal_mirror import LogFiles, heal, read_log_files
 from rollforward.rollout.wal_records import WAL_KIND
+from rollforward.rollout.wal_retention import Mark, apply_mark, read_mark
 from rollforward.sandbox.codec import (
     SEGMENT_HEADER_BYTES,
     Frame,
@@ -57,6 +58,8 @@ class ProblemKind(StrEnum):
     """The operating system could not read a file."""
     DAMAGED_EPOCH_FILE = "damaged_epoch_file"
     """EPOCH is not readable; the epochs of the segments are used."""
+    DAMAGED_MARK = "damaged_mark"
+    """RETIRED is not readable; the log begins with its oldest segment, and what was lost before that is not noticed."""
     HEALED = "healed"
     """One of two copies was damaged or had lost something; the other one has it, so nothing is lost."""
     DAMAGED_HEADER = "damaged_header"
@@ -117,6 +120,8 @@ class LogScan(msgspec.Struct, frozen=True, kw_only=True):
     """Findings, in order of files and then of sequence numbers."""
     cuts: tuple[Cut, ...]
     """What `cut_torn_tail` truncates."""
+    mark: SegmentHeader | None
+    """Header of the first segment where older ones were removed; `cut_torn_tail` removes what is left of them."""
     stale: tuple[str, ...]
     """Files of which one copy lacks what the other holds; `cut_torn_tail` makes them equal."""
     last_segments: tuple[Path, ...]
@@ -188,7 +193,7 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
 
     """
     account = _Account()
-    segments, stale = _read_segments(directory, mirror, stream, account)
+    segments, stale, mark = _read_segments(directory, mirror, stream, account)
     by_epoch: dict[int, list[_Segment]] = {}
     for segment in segments:
         by_epoch.setdefault(segment.epoch, []).append(segment)
@@ -196,6 +201,9 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
     last_crcs: dict[int, int] = {}
     cutoffs: dict[int, int] = {}
     start = FIRST_SEQ
+    if mark is not None:
+        start = mark.first_seq
+        last_crcs[start - 1] = mark.tail_crc
     for epoch, members in by_epoch.items():
         later = [_first_seq(segment) for segment in segments if segment.epoch > epoch]
         cutoff = min((seq for seq in later if seq is not None), default=None)
@@ -217,6 +225,7 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
         epochs=tuple(msgspec.structs.replace(ordered, broken=frozenset(broken)) for ordered in epochs),
         problems=tuple(account.problems),
         cuts=tuple(account.cuts),
+        mark=mark,
         stale=stale,
         last_segments=tuple(segment.path for segment in segments if (segment.epoch, segment.number) == newest),
         next_seq=start,
@@ -234,7 +243,7 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
 
 
 def cut_torn_tail(directory: Path, scan: LogScan, *, mirror: Path | None = None) -> None:
-    """Truncates what `scan` found torn, removes leftovers of unfinished creations, and makes the rest durable.
+    """Truncates what `scan` found torn, removes leftovers of unfinished work, and makes the rest durable.
 
     A frame that a killed process wrote but never synced counts as logged from here on, so it must be on disk first.
 
@@ -245,9 +254,10 @@ def cut_torn_tail(directory: Path, scan: LogScan, *, mirror: Path | None = None)
     if mirror is not None and scan.stale:
         heal(directory, mirror, scan.stale)
     sizes = dict(scan.cuts)
-    for home in (directory, mirror):
-        if home is None or not home.is_dir():
-            continue
+    homes = [home for home in (directory, mirror) if home is not None and home.is_dir()]
+    if scan.mark is not None:
+        apply_mark(homes, scan.mark)
+    for home in homes:
         for path in scan.last_segments:
             if (home / path.name).exists():
                 _cut(home / path.name, sizes.get(path))
@@ -268,23 +278,29 @@ def _cut(path: Path, size_bytes: int | None) -> None:
 
 def _read_segments(
     directory: Path, mirror: Path | None, stream: str | None, account: _Account
-) -> tuple[list[_Segment], tuple[str, ...]]:
-    """Returns every usable segment, sorted, and the names of files whose copies differ."""
+) -> tuple[list[_Segment], tuple[str, ...], SegmentHeader | None]:
+    """Returns every usable segment, sorted, the names of files whose copies differ, and where the log begins."""
     owns: list[SegmentHeader] = []
-    for home in (directory, mirror):
-        own = None if home is None else read_epoch_file(home)
+    homes = [home for home in (directory, mirror) if home is not None]
+    for home in homes:
+        own = read_epoch_file(home)
         if own is not None:
             owns.append(own)
-        elif home is not None and (home / EPOCH_NAME).exists():
+        elif (home / EPOCH_NAME).exists():
             detail = "not readable; epochs are taken from the segments"
             account.add(ProblemKind.DAMAGED_EPOCH_FILE, _place(home / EPOCH_NAME, directory), detail)
-    found = read_log_files(directory, mirror)
+    if stream is None and owns:
+        stream = owns[0].stream
+    mark, found = _read_files(directory, mirror, stream)
+    for path, fault in mark.faults:
+        kind = ProblemKind.UNSUPPORTED if fault is HeaderFault.UNSUPPORTED else ProblemKind.DAMAGED_MARK
+        account.add(kind, _place(path, directory), f"{fault.value}; not used")
     for finding in found.findings:
         kind = ProblemKind.UNREADABLE if finding.is_unreadable else ProblemKind.HEALED
         account.add(kind, _place(finding.path, directory), finding.detail)
     loaded = [(path, data, parse_segment_header(data)) for path, data in found.files]
-    if stream is None and owns:
-        stream = owns[0].stream
+    if stream is None and mark.first is not None:
+        stream = mark.first.stream
     if stream is None:
         named = Counter(
             header.stream for _, _, header in loaded if isinstance(header, SegmentHeader) and header.kind == WAL_KIND
@@ -292,7 +308,21 @@ def _read_segments(
         stream = named.most_common(1)[0][0] if named else ""
     segments = [_read_segment(path, data, header, stream, account) for path, data, header in loaded]
     usable = sorted((segment for segment in segments if segment is not None), key=lambda segment: segment.sort_key)
-    return usable, found.stale
+    if mark.first is None and mark.faults:
+        oldest = next((segment.header for segment in usable if segment.header is not None), None)
+        return usable, found.stale, oldest
+    return usable, found.stale, mark.first
+
+
+def _read_files(directory: Path, mirror: Path | None, stream: str | None) -> tuple[Mark, LogFiles]:
+    """Returns where the log begins and the files from there on, also while a live writer removes older ones."""
+    homes = [home for home in (directory, mirror) if home is not None]
+    while True:
+        mark = read_mark(homes, stream)
+        first = (0, 0) if mark.first is None else (mark.first.epoch, mark.first.segment)
+        found = read_log_files(directory, mirror, first=first)
+        if read_mark(homes, stream).first == mark.first:
+            return mark, found
 
 
 def _place(path: Path, directory: Path) -> str:

@@ -22,6 +22,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from rollforward.rollout.errors import WalFencedError
 from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, segment_name, sync_directory
 from rollforward.rollout.wal_records import WalConfig
@@ -210,6 +212,7 @@ class SegmentWriter:
         self._coming: list[Future[Prepared]] = []
         self._segments: list[SegmentFile] = []
         self._header = header
+        self._is_cut = False
         self.num_segments = 0
         try:
             self._create(header, self._room_bytes(0))
@@ -234,7 +237,22 @@ class SegmentWriter:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes belong into the current segment."""
-        return self.is_empty or self.size_bytes + num_bytes <= self._limit_bytes(self._header.segment)
+        if self.is_empty:
+            return True
+        return not self._is_cut and self.size_bytes + num_bytes <= self._limit_bytes(self._header.segment)
+
+    def cut(self, first_seq: int, tail_crc: int) -> SegmentHeader:
+        """Lets the next frame begin a segment, if the current one has any, and returns the header it will have.
+
+        Only while nobody appends: everything is durable and nothing comes.
+
+        Args:
+            first_seq: seq of the next frame. tail_crc: crc of the frame before that.
+
+        """
+        self._is_cut = not self.is_empty
+        number = self._header.segment + self._is_cut
+        return msgspec.structs.replace(self._header, segment=number, first_seq=first_seq, tail_crc=tail_crc)
 
     def rotate(self, first_seq: int, tail_crc: int) -> None:
         """Ends the current segment, in which everything is durable, and starts the next.
@@ -329,6 +347,7 @@ class SegmentWriter:
     def _create(self, header: SegmentHeader, room_bytes: int) -> None:
         """Makes a segment the current one, from prepared zeros where there are some."""
         self._header = header
+        self._is_cut = False
         self._segments = []
         coming, self._coming = self._coming, []
         name = segment_name(header.epoch, header.segment)

@@ -17,7 +17,7 @@ from rollforward.rollout.wal_files import EPOCH_NAME, SEGMENT_SUFFIX, parse_segm
 from rollforward.rollout.wal_mirror import mirror_directory
 from rollforward.rollout.wal_records import WalConfig
 from rollforward.rollout.wal_recovery import RecoveredLog, recover
-from rollforward.rollout.wal_scan import ProblemKind
+from rollforward.rollout.wal_scan import FIRST_SEQ, ProblemKind
 
 # Files beside the log that no writer of it made: worth a line, but nothing of the log is bad.
 _HARMLESS = (ProblemKind.FOREIGN_FILE, ProblemKind.FOREIGN_STREAM)
@@ -36,6 +36,8 @@ class StreamSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Files."""
     records: int
     """Records that count."""
+    retired: int
+    """Records before them that were removed, because a checkpoint covers them."""
     requests: int
     """Requests whose opening is intact."""
     finished: int
@@ -117,6 +119,7 @@ def summarise(directory: Path, *, mirror_dir: str | None = None) -> StreamSummar
         epochs=0 if epoch is None else epoch.epoch,
         segments=log.scan.num_segments,
         records=log.scan.num_frames,
+        retired=0 if log.scan.mark is None else log.scan.mark.first_seq - FIRST_SEQ,
         requests=len(requests),
         finished=sum(held.is_finished for held in requests),
         unfinished=sum(held.is_unfinished for held in requests),

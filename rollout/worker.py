@@ -43,6 +43,10 @@ class Worker(Protocol):
         """Ask for ``Replica.log_stats``."""
         ...
 
+    def retire(self, before_step: int) -> object:
+        """Ask for ``Replica.retire``."""
+        ...
+
     def drain(self, deadline_s: float) -> object:
         """Ask for ``Replica.drain``."""
         ...

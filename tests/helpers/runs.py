@@ -26,6 +26,7 @@ from rollforward.rl.tracker import Tracker
 from rollforward.rollout.replica import LogStats, Replica
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
 from tests.helpers.ranks import join_alone
@@ -111,6 +112,9 @@ class LocalRollout:
 
     def log_stats(self) -> list[LogStats]:
         return [replica.log_stats() for replica in self.replicas]
+
+    def retire(self, before_step: int) -> list[Retirement]:
+        return [replica.retire(before_step) for replica in self.replicas]
 
     def close(self) -> None:
         for replica in self.replicas:

@@ -231,6 +231,23 @@ def test_a_damaged_checkpoint_is_passed_over_and_changes_no_weight(
     assert "step_000002" in told
 
 
+def test_a_run_whose_log_forgets_what_checkpoints_cover_goes_on_from_any_of_them(
+    undisturbed: tuple[RunOutcome, dict[str, str]], model_dir: Path, tmp_path: Path
+) -> None:
+    forgetful = {"rollout": {"threads": 1, "wal": {"level": "process", "keep_bytes": 0}}, "keep_checkpoints": 2}
+    _finish(tmp_path / "run", model_dir, **forgetful)
+    held = recover(tmp_path / "run" / "wal" / "engine-0")
+    assert held.problems == ()
+    assert held.scan.mark is not None
+    assert {identity.step for identity in held.requests} == {2, 3}
+    (tmp_path / "run" / "checkpoints" / "step_000003" / "state.json").unlink()
+    outcome, tensors = _finish(tmp_path / "run", model_dir, **forgetful)
+    assert tensors == undisturbed[1]
+    assert outcome.after == undisturbed[0].after
+    # What the damaged checkpoint had covered was answered from the log.
+    assert recover(tmp_path / "run" / "wal" / "engine-0").num_tokens == held.num_tokens
+
+
 def test_a_lost_evaluation_is_named_with_its_way_out(model_dir: Path, tmp_path: Path) -> None:
     _finish(tmp_path / "run", model_dir, steps=1)
     (tmp_path / "run" / "eval_000000.json").write_text("[{")

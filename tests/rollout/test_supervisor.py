@@ -30,6 +30,7 @@ from rollforward.rollout.replica import Beat, LogStats
 from rollforward.rollout.supervisor import Supervisor
 from rollforward.rollout.types import Completion, Request, ResumeStats, StopReason
 from rollforward.rollout.wal_commit import WalStats
+from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.weights import MANIFEST_NAME, WeightsAck, WeightsManifest
 from rollforward.rollout.worker import Worker
 from tests.helpers.replicas import make_requests
@@ -139,6 +140,9 @@ class Process:
         written = WalStats(frames=0, bytes_written=0, commits=0, sync_s=0, sync_max_s=0, backpressure_s=0, segments=0)
         stats = LogStats(replica=f"engine-{self.index}", position=0, written=written, resumed=ResumeStats())
         return self._ask("log_stats", stats, 0.1)
+
+    def retire(self, before_step: int) -> Call:
+        return self._ask("retire", Retirement(num_segments=before_step), 0.1)
 
     def drain(self, deadline_s: float) -> Call:
         self.is_leaving = True

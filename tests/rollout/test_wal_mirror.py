@@ -223,10 +223,10 @@ FAULTS: list[tuple[Callable[[Path, Path], object], set[ProblemKind]]] = [
     (lambda one, _: min(one.glob("*.wal")).write_bytes(b""), {ProblemKind.HEALED}),
     (lambda one, _: min(one.glob("*.wal")).write_bytes(b"foreign" * 100), {ProblemKind.HEALED}),
     (
-        lambda one, other: (flip(min(one.glob("*.wal")), 300), flip(min(other.glob("*.wal")), 4000)),
+        lambda one, other: (flip(min(one.glob("*.wal")), 300), flip(sorted(other.glob("*.wal"))[1], 100)),
         {ProblemKind.HEALED},
     ),
-    (lambda one, other: (flip(min(one.glob("*.wal")), 20), flip(min(other.glob("*.wal")), 4000)), {ProblemKind.HEALED}),
+    (lambda one, other: (flip(min(one.glob("*.wal")), 20), flip(min(other.glob("*.wal")), 300)), {ProblemKind.HEALED}),
     (
         lambda one, other: (min(one.glob("*.wal")).unlink(), max(other.glob("*.wal")).unlink()),
         {ProblemKind.HEALED},
