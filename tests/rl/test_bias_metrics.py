@@ -125,9 +125,9 @@ def test_what_the_platform_ended_is_censored_and_dropped_with_its_length() -> No
 
 
 def test_what_could_not_be_scored_is_dropped_at_its_full_length() -> None:
-    values = _values(_groups(_trajectory(0, 2), _lost(1, 9, stop_reason=StopReason.EOS)), _stats())
-    assert values["bias/natural_length_mean"] == 5.5
-    assert values["bias/delivered_length_mean"] == 2.0
+    values = _values(_groups(_trajectory(0, 2), _lost(1, 9, stop_reason=StopReason.EOS), _trajectory(2, 10)), _stats())
+    assert values["bias/natural_length_mean"] == 7.0
+    assert values["bias/delivered_length_mean"] == 6.0
     assert values["bias/dropped_length/mean"] == 9
 
 

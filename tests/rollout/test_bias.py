@@ -183,6 +183,8 @@ def test_hazard_by_hand() -> None:
     )
     assert ends_K.tolist() == [1, 0, 1]
     assert drawn_K.tolist() == [6, 3, 1]
+    ends_K, drawn_K = hazard_by_position(np.array([9]), np.array([True]), np.array([0, 8]))
+    assert (ends_K.tolist(), drawn_K.tolist()) == ([0], [8])
 
 
 def _step(shift: float, variance: float, delivered: int) -> LengthBias:
