@@ -83,6 +83,11 @@ def submit(arguments: Sequence[str]) -> int:
             )
         except (RuntimeError, ValueError) as error:
             raise SubmitError(f"{asked.address} refuses the job: {_told(error)}") from error
+        except OSError as error:  # requests' own errors are of this kind
+            raise SubmitError(
+                f"{asked.address} answered and then no longer: {_told(error)}. See whether the head still runs, and"
+                " submit again: what had arrived is kept under its name"
+            ) from error
     console.say(f"job {job} on {asked.address}: {asked.entrypoint}")
     mode = library_environment().get("RAY_AUTH_MODE", "token")
     console.say(f"stop it: RAY_AUTH_MODE={mode} ray job stop --address {asked.address} {job}")

@@ -1,14 +1,17 @@
 """Proves: a submission is told from the command that it submits, what cannot work elsewhere is refused here, and the
 wheel is this source, tells its versions apart and names no dependency.
 
-Nothing is sent (tests/e2e/test_submit.py does).
+Nothing arrives (tests/e2e/test_submit.py sends jobs).
 """
 
 import asyncio
+import http.server
+import json
 import os
 import re
 import shutil
 import sys
+import threading
 import zipfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from unittest import mock
 
 import aiohttp
 import pytest
+import ray
 
 from rollforward.conf import cli, submit
 from rollforward.conf.errors import ConfigError, SubmitError, UsageError
@@ -163,3 +167,33 @@ def test_an_installed_package_and_a_failed_build_are_named(tmp_path: Path, monke
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(SubmitError, match=r"cannot be built.*\n`make setup`"):
         build_wheel(root, tmp_path)
+
+
+class _GoneAfterHello(http.server.BaseHTTPRequestHandler):
+    """A head's dashboard that says its version and then closes every connection without a word."""
+
+    def do_GET(self) -> None:
+        if self.path != "/api/version":
+            return
+        body = json.dumps(
+            {"version": "4", "ray_version": ray.__version__, "ray_commit": "", "session_name": "s"}
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *_args: object) -> None:
+        """Say nothing."""
+
+
+def test_a_head_that_dies_during_the_submission_is_named() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _GoneAfterHello)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        with pytest.raises(SubmitError, match=f"{address} answered and then no longer: .*submit again"):
+            submit.submit(["plan", "model=tiny", f"address={address}"])
+    finally:
+        server.shutdown()
+        server.server_close()
