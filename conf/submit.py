@@ -11,7 +11,8 @@ import contextlib
 import logging
 import shlex
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +51,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 _PAUSE_S = 2.0
-"""Before a connection that broke is made again."""
+"""Before a connection that broke is made again, or a job sent again."""
+_NOT_YET = "try again later"
+"""In Ray's words where no agent of the cluster can take a job yet."""
+_START_S = 60.0
+"""How long a head may take from its first answer until it takes jobs."""
 _MAX_SILENT = 30
 """Questions without an answer after which nobody is asked any more, about a minute."""
 _NETWORK_WORDS = "Is the cluster up, and is this the address of its dashboard (http://HEAD:8265)?"
@@ -77,17 +82,7 @@ def submit(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="rollforward-wheel-") as directory:
         wheel = build_wheel(source_root(), Path(directory))
         environment = runtime_environment(wheel, working_dir=asked.working_dir)
-        try:
-            job = client.submit_job(
-                entrypoint=asked.entrypoint, runtime_env=environment, submission_id=asked.submission_id
-            )
-        except (RuntimeError, ValueError) as error:
-            raise SubmitError(f"{asked.address} refuses the job: {_told(error)}") from error
-        except OSError as error:  # requests' own errors are of this kind
-            raise SubmitError(
-                f"{asked.address} answered and then no longer: {_told(error)}. See whether the head still runs, and"
-                " submit again: what had arrived is kept under its name"
-            ) from error
+        job = _send(client, asked, environment)
     console.say(f"job {job} on {asked.address}: {asked.entrypoint}")
     mode = library_environment().get("RAY_AUTH_MODE", "token")
     console.say(f"stop it: RAY_AUTH_MODE={mode} ray job stop --address {asked.address} {job}")
@@ -103,6 +98,25 @@ def submit(arguments: Sequence[str]) -> int:
         console.say(f"job {job} goes on; only the watching has ended")
         raise
     return _exit_code(client, job)
+
+
+def _send(client: JobSubmissionClient, asked: Submission, environment: Mapping[str, Any]) -> str:
+    """Hands the job over and returns its id. A head that has just started answers before it can take one."""
+    until_s = time.monotonic() + _START_S
+    while True:
+        try:
+            return client.submit_job(
+                entrypoint=asked.entrypoint, runtime_env=dict(environment), submission_id=asked.submission_id
+            )
+        except (RuntimeError, ValueError) as error:
+            if _NOT_YET not in str(error) or time.monotonic() > until_s:
+                raise SubmitError(f"{asked.address} refuses the job: {_told(error)}") from error
+            time.sleep(_PAUSE_S)
+        except OSError as error:  # requests' own errors are of this kind
+            raise SubmitError(
+                f"{asked.address} answered and then no longer: {_told(error)}. See whether the head still runs, and"
+                " submit again: what had arrived is kept under its name"
+            ) from error
 
 
 def parse(arguments: Sequence[str]) -> Submission:

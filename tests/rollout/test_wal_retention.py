@@ -139,7 +139,8 @@ def test_nothing_leaves_while_a_request_is_open(tmp_path: Path) -> None:
     for step in range(3):
         sample(writer, step)
         writer.retire(0)
-    writer.append_open(request(3, 0), slot=0)
+    # Durable first: the writer thread may begin a segment with it.
+    writer.wait_durable(writer.append_open(request(3, 0), slot=0))
     before = names(homes(tmp_path)[0])
     assert writer.retire(3) == Retirement(kept_because="1 requests are open")
     assert names(homes(tmp_path)[0]) == before
