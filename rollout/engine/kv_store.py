@@ -11,7 +11,6 @@ Here: one sequence's state out of and into cache storage (pure); the directory. 
 (kv_file.py), which sequences are worth saving (preempt.py), when a state is used (resume.py).
 """
 
-import os
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -37,7 +36,7 @@ from rollforward.rollout.engine.kv_file import (
     tokens_digest,
 )
 from rollforward.rollout.types import RequestId
-from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, sync_directory
+from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, replace_file
 
 DEFAULT_MAX_BYTES = 64 << 30
 """Bytes of planes that a store keeps unless told otherwise."""
@@ -236,9 +235,8 @@ class KvStore:
             self._remove(name)
         self._count(evicted=len(evicted))
         try:
-            self._write(stem + _PLANES_SUFFIX, data)
-            self._write(stem + _MANIFEST_SUFFIX, encode_manifest(manifest))
-            sync_directory(self.directory)
+            replace_file(self.directory / (stem + _PLANES_SUFFIX), data)
+            replace_file(self.directory / (stem + _MANIFEST_SUFFIX), encode_manifest(manifest))
         except OSError:
             self._unlink(stem)
             self._count(refused_disk=1)
@@ -365,19 +363,6 @@ class KvStore:
             else:
                 kept[stem] = _Kept(manifest.request, manifest.policy_version, manifest.num_cached, manifest.file_bytes)
         return kept
-
-    def _write(self, name: str, content: bytes) -> None:
-        path = self.directory / name
-        temporary = path.with_name(name + TEMPORARY_SUFFIX)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
 
     def _read(self, name: str) -> bytes | None:
         """Return the content of a file, or None where it cannot be read."""
