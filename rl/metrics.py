@@ -37,18 +37,21 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
 
 
 def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
-    """Return the counters of the replicas' token logs since they were opened: what was written, under `wal/`, what was
-    taken from an earlier process and how often a process was replaced, under `resume/`, and why, under `failure/`.
-    Sums; of `*_max_s` the largest."""
+    """Return the counters of the replicas' token logs since the run's processes began: what was written, under `wal/`,
+    what was taken from an earlier process, which key-values were saved for a later one, and how often a process was
+    replaced, under `resume/`, and why, under `failure/`. Sums over replicas and over all processes that each had; of
+    `*_max_s` the largest."""
+    lives = [life for one in stats for life in (one.earlier, one) if life is not None]
+    records = [
+        *(("wal/", life.written) for life in lives),
+        *(("resume/", life.resumed) for life in lives),
+        *(("resume/kv_", life.saved) for life in lives),
+        *(("resume/", one.restarts) for one in stats),
+        *(("failure/", one.failures) for one in stats),
+    ]
     counters = [
-        (f"{folder}/{name}", float(value))
-        for one in stats
-        for folder, record in (
-            ("wal", one.written),
-            ("resume", one.resumed),
-            ("resume", one.restarts),
-            ("failure", one.failures),
-        )
+        (prefix + name, float(value))
+        for prefix, record in records
         for name, value in msgspec.structs.asdict(record).items()
     ]
     return tuple(

@@ -78,7 +78,7 @@ class RolloutActor:
         return self._replica.retire(before_step)
 
     @ray.method(concurrency_group="drain")
-    def drain(self, deadline_s: float) -> int:
+    def drain(self, deadline_s: float) -> LogStats:
         """See ``Replica.drain``."""
         return self._replica.drain(deadline_s)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -21,7 +22,7 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
-from rollforward.rollout.engine.kv_store import KvStore
+from rollforward.rollout.engine.kv_store import KvStats, KvStore
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
 from rollforward.rollout.errors import EngineError
@@ -38,6 +39,8 @@ from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashe
 _KV_SUFFIX = ".kv"
 _SAVING_SHARE = 0.8
 """Of the time to hand over, what saving key-values may take: the log comes first, and they can be computed again."""
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class Restarts(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,17 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the process ends by itself because it got SIGTERM; None where it did not."""
 
 
+class EarlierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes that a replica had before counted, as far as they told: sums, of `*_max_s` the largest."""
+
+    written: WalStats
+    """Of their writers."""
+    resumed: ResumeStats
+    """Of what they took from the log."""
+    saved: KvStats
+    """Of the key-values that they saved."""
+
+
 class LogStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica wrote to its log, what it took from it, and where the log ends."""
 
@@ -87,12 +101,38 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of the writer."""
     resumed: ResumeStats
     """Counters of what an earlier process had logged."""
+    saved: KvStats = KvStats()
+    """Counters of the key-values that it saved."""
+    earlier: EarlierStats | None = None
+    """The same counters of the processes before this one in the run; None where it is the first. Whoever supervises
+    them knows."""
     restarts: Restarts = Restarts()
     """Of its process; whoever supervises it knows them."""
     failures: EngineFailures = EngineFailures()
     """Why; from the same."""
     interruptions: tuple[Interruption, ...] = ()
     """Requests of the step asked for last, and of later ones, that earlier processes left in flight."""
+
+
+def with_life(earlier: EarlierStats | None, life: LogStats) -> EarlierStats:
+    """Return what a replica's processes counted, one more of them included: the last that it told."""
+    if earlier is None:
+        return EarlierStats(written=life.written, resumed=life.resumed, saved=life.saved)
+    return EarlierStats(
+        written=_added(earlier.written, life.written),
+        resumed=_added(earlier.resumed, life.resumed),
+        saved=_added(earlier.saved, life.saved),
+    )
+
+
+def _added(one: _Record, other: _Record) -> _Record:
+    return msgspec.structs.replace(
+        one,
+        **{
+            name: max(value, getattr(other, name)) if name.endswith("_max_s") else value + getattr(other, name)
+            for name, value in msgspec.structs.asdict(one).items()
+        },
+    )
 
 
 class Pulse:
@@ -214,6 +254,7 @@ class Replica:
             position=self._log.durable_seq,
             written=self._log.stats(),
             resumed=self._engine.resume_stats(),
+            saved=self._kv_store.stats,
             interruptions=tuple(one for one in self._interruptions if one.id.step >= self._step),
         )
 
@@ -221,7 +262,7 @@ class Replica:
         """Let the log forget what a durable checkpoint covers. See ``WalWriter.retire``."""
         return self._log.retire(before_step)
 
-    def drain(self, deadline_s: float) -> int:
+    def drain(self, deadline_s: float) -> LogStats:
         """Hand over to a successor that is yet to come: stop at the next step, save key-values while there is time, and
         close the log in order. From any thread; a ``generate`` in another one raises PausedError.
 
@@ -229,7 +270,7 @@ class Replica:
             deadline_s: seconds until the process may be ended from outside.
 
         Returns:
-            How many requests' key-values were saved; the others are prefilled from the log.
+            The last counters; requests whose key-values were not saved are prefilled from the log.
 
         Raises:
             EngineError: a step took longer than the deadline; the log has what was drawn but was not closed.
@@ -242,11 +283,11 @@ class Replica:
                 f"replica {self.name} is still in a step after {deadline_s:g} s; its log goes on from there"
             )
         try:
-            num_saved = self._engine.save_kv(self._kv_store, has_time=lambda: time.monotonic() < save_until_s)
+            self._engine.save_kv(self._kv_store, has_time=lambda: time.monotonic() < save_until_s)
             self.close()
         finally:
             self._generating.release()
-        return num_saved
+        return self.log_stats()
 
     def close(self) -> None:
         """Make everything durable, give the log back, and end the environment."""

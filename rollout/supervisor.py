@@ -33,7 +33,7 @@ from rollforward.rollout.errors import (
     WeightsError,
     WorkerLostError,
 )
-from rollforward.rollout.replica import Beat, EngineFailures, LogStats, Restarts
+from rollforward.rollout.replica import Beat, EarlierStats, EngineFailures, LogStats, Restarts, with_life
 from rollforward.rollout.router import merge_completions, split_requests
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_retention import Retirement
@@ -94,9 +94,15 @@ class _Replica:
     """Since when it serves nobody; None while it does."""
     restarts: Restarts = field(default_factory=Restarts)
     failures: EngineFailures = field(default_factory=EngineFailures)
+    told: LogStats | None = None
+    """Counters that the process told last."""
+    earlier: EarlierStats | None = None
+    """Counters of those before it."""
 
     def forget(self) -> None:
         """Its process is no more."""
+        if self.told is not None:
+            self.earlier, self.told = with_life(self.earlier, self.told), None
         self.worker = self.ack = self.beat = None
         self.is_met = self.is_open = self.is_leaving = False
         self.silent_s = 0.0
@@ -200,10 +206,13 @@ class Supervisor:
         return [problem for replica in self._replicas for problem in replica.problems]
 
     def log_stats(self) -> list[LogStats]:
-        """Return every replica's log counters, and how often it was started again."""
+        """Return every replica's log counters, those of its earlier processes as they told them last, and how often it
+        was started again."""
         stats: list[LogStats] = self._run(lambda replica: _worker(replica).log_stats())
+        for one, replica in zip(stats, self._replicas, strict=True):
+            replica.told = one
         return [
-            msgspec.structs.replace(one, restarts=replica.restarts, failures=replica.failures)
+            msgspec.structs.replace(one, earlier=replica.earlier, restarts=replica.restarts, failures=replica.failures)
             for one, replica in zip(stats, self._replicas, strict=True)
         ]
 
@@ -275,8 +284,9 @@ class Supervisor:
         self._announce(f"{replica.name} leaves where it is within {deadline_s:.0f} s and goes on elsewhere")
         if replica.worker is not None and replica.is_open:
             try:
-                saved: int = yield from self._answer(replica.worker.drain(deadline_s), deadline_s + _HAND_OVER_GRACE_S)
-                self._announce(f"{replica.name} handed over; key-values of {saved} requests are saved")
+                drain = replica.worker.drain(deadline_s)
+                replica.told = last = yield from self._answer(drain, deadline_s + _HAND_OVER_GRACE_S)
+                self._announce(f"{replica.name} handed over; key-values of {last.saved.saved} requests are saved")
             except (RolloutError, OSError) as error:
                 self._announce(f"{replica.name} did not hand over ({first_line(error)}); its log is what it leaves")
         self._end(replica)

@@ -3,13 +3,17 @@ model/test_metrics.py."""
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rollforward.model.dsml import AssistantTurn
 from rollforward.model.messages import ToolCall
 from rollforward.model.metrics import metric_values
-from rollforward.rl.metrics import advantage_metrics, group_metrics, turn_metrics
-from rollforward.rollout.types import FailureType, Group, RequestId, StopReason, Trajectory
+from rollforward.rl.metrics import advantage_metrics, group_metrics, log_metrics, turn_metrics
+from rollforward.rollout.engine.kv_store import KvStats
+from rollforward.rollout.replica import LogStats, Restarts, with_life
+from rollforward.rollout.types import FailureType, Group, RequestId, ResumeStats, StopReason, Trajectory
+from rollforward.rollout.wal_commit import WalStats
 
 
 def _trajectory(prompt: int, member: int, reward: float | None, tokens: int, **changes: Any) -> Trajectory:
@@ -106,6 +110,31 @@ def test_turns_and_calls_by_hand() -> None:
         "tool_call_counts/min": 0.0,
         "failure/parse/rate": 1 / 4,
     }
+
+
+def _life(frames: int, sync_max_s: float, kv_restored: int, saved: int) -> LogStats:
+    written = WalStats(
+        frames=frames, bytes_written=0, commits=0, sync_s=0, sync_max_s=sync_max_s, backpressure_s=0, segments=1
+    )
+    return LogStats(
+        replica="engine-0",
+        position=0,
+        written=written,
+        resumed=ResumeStats(kv_restored=kv_restored),
+        saved=KvStats(saved=saved, saved_bytes=10 * saved),
+        restarts=Restarts(restarts=2, recovery_s=3.0, recovery_max_s=2.5),
+    )
+
+
+def test_counters_of_logs_are_summed_over_replicas_and_their_processes() -> None:
+    """A replica in its third process beside one that was never replaced."""
+    earlier = with_life(with_life(None, _life(10, 0.5, 1, 2)), _life(20, 0.1, 0, 1))
+    stats = [msgspec.structs.replace(_life(5, 0.2, 4, 0), earlier=earlier), _life(100, 0.3, 0, 0)]
+    values = metric_values(log_metrics(stats))
+    assert (values["wal/frames"], values["wal/sync_max_s"], values["wal/segments"]) == (135, 0.5, 4)
+    assert (values["resume/kv_restored"], values["resume/kv_saved"], values["resume/kv_saved_bytes"]) == (5, 3, 30)
+    assert (values["resume/kv_damaged"], values["resume/kv_missing"], values["resume/kv_refused_budget"]) == (0, 0, 0)
+    assert (values["resume/restarts"], values["resume/recovery_max_s"], values["failure/engine_lost"]) == (4, 2.5, 0)
 
 
 def turn_with(**parts: Any) -> AssistantTurn:

@@ -18,6 +18,7 @@ import pytest
 
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.drain_file import DrainFile
+from rollforward.rollout.engine.kv_store import KvStats
 from rollforward.rollout.errors import (
     EngineError,
     EngineInputError,
@@ -26,7 +27,7 @@ from rollforward.rollout.errors import (
     WalWriteError,
     WorkerLostError,
 )
-from rollforward.rollout.replica import Beat, LogStats
+from rollforward.rollout.replica import Beat, EarlierStats, LogStats, with_life
 from rollforward.rollout.supervisor import Supervisor
 from rollforward.rollout.types import Completion, Request, ResumeStats, StopReason
 from rollforward.rollout.wal_commit import WalStats
@@ -136,10 +137,27 @@ class Process:
         self.world.finishing += [(self, start_s + 5.0 * (n + 1), one) for n, one in enumerate(left)]
         return call
 
+    def _stats(self) -> LogStats:
+        """A frame for each thing that was asked, and a longest sync of its own."""
+        written = WalStats(
+            frames=self.world.asked(self.index, self.life),
+            bytes_written=0,
+            commits=0,
+            sync_s=0,
+            sync_max_s=1 / (1 + self.life),
+            backpressure_s=0,
+            segments=1,
+        )
+        return LogStats(
+            replica=f"engine-{self.index}",
+            position=0,
+            written=written,
+            resumed=ResumeStats(resumed=self.life),
+            saved=KvStats(saved=2 * self.is_leaving),
+        )
+
     def log_stats(self) -> Call:
-        written = WalStats(frames=0, bytes_written=0, commits=0, sync_s=0, sync_max_s=0, backpressure_s=0, segments=0)
-        stats = LogStats(replica=f"engine-{self.index}", position=0, written=written, resumed=ResumeStats())
-        return self._ask("log_stats", stats, 0.1)
+        return self._ask("log_stats", self._stats(), 0.1)
 
     def retire(self, before_step: int) -> Call:
         return self._ask("retire", Retirement(num_segments=before_step), 0.1)
@@ -147,7 +165,7 @@ class Process:
     def drain(self, deadline_s: float) -> Call:
         self.is_leaving = True
         self.world.drained.append((self.index, self.life, deadline_s))
-        return self._ask("drain", 2, min(3.0, deadline_s))
+        return self._ask("drain", self._stats(), min(3.0, deadline_s))
 
     def close(self) -> Call:
         return self._ask("close", None, 0.1)
@@ -168,6 +186,15 @@ def _completion(request: Request) -> Completion:
         behavior_logprobs=np.zeros(1, np.float32),
         policy_version=request.policy_version,
         stop_reason=StopReason.EOS,
+    )
+
+
+def _never_less(now: EarlierStats, before: EarlierStats) -> bool:
+    pairs = zip(msgspec.structs.astuple(now), msgspec.structs.astuple(before), strict=True)
+    return all(
+        later >= earlier
+        for one, other in pairs
+        for later, earlier in zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
     )
 
 
@@ -217,6 +244,9 @@ class World:
 
     def current(self, index: int) -> Process:
         return [process for process in self.processes if process.index == index][-1]
+
+    def asked(self, index: int, life: int) -> int:
+        return sum(asked[:2] == (index, life) for asked in self.log)
 
     def lives(self, index: int) -> int:
         return sum(process.index == index for process in self.processes)
@@ -280,6 +310,32 @@ def test_a_death_at_any_stage(tmp_path: Path, after_s: float, both: bool) -> Non
     successor = [method for index, life, method in world.log if (index, life) == (0, 1) and method != "beat"]
     assert successor[:3] == ["open", "log_problems", "load_weights"] or after_s < 6
     assert any("started again from its log (1 of 3)" in text for text in world.said)
+
+
+def test_counters_of_a_replica_are_those_of_all_its_processes(tmp_path: Path) -> None:
+    """The first is told to leave and tells its last counters; the second dies after it told some."""
+    world = World()
+    supervisor = supervise(world, tmp_path)
+    supervisor.load_weights(publish(tmp_path, 1))
+    assert supervisor.log_stats()[0].earlier is None
+    (tmp_path / "drain").write_text("engine-0 20")
+    supervisor.generate(REQUESTS)
+    first = world.asked(0, 0)
+    (stats, other) = supervisor.log_stats()
+    assert other.earlier is None
+    assert stats.earlier is not None
+    assert (stats.earlier.saved.saved, stats.saved.saved, stats.written.segments) == (2, 0, 1)
+    # What it was asked after `drain`, if anything, it did not tell.
+    assert 0 < stats.earlier.written.frames <= first
+    told = stats.written.frames
+    world.processes[-1].dies_s = world.now_s + 1
+    world.finished.clear()
+    supervisor.generate(REQUESTS)
+    (again, _) = supervisor.log_stats()
+    assert again.earlier is not None
+    assert again.earlier.written.frames == stats.earlier.written.frames + told
+    assert (again.earlier.written.sync_max_s, again.earlier.written.segments) == (1.0, 2)
+    assert (again.earlier.resumed.resumed, again.resumed.resumed) == (1, 2)
 
 
 def test_finished_requests_are_not_drawn_again(tmp_path: Path) -> None:
@@ -504,6 +560,7 @@ def test_random_worlds(tmp_path: Path, number: int, seed: int) -> None:
         elif kind == "slow":
             world.faults[index, life] = {"seconds": {"load_weights": 40.0}, "dies_after_s": 3 + after_s}
     supervisor = supervise(world, tmp_path)
+    before: dict[int, EarlierStats] = {}
     for version in (1, 2, 3):
         supervisor.load_weights(publish(tmp_path, version))
         world.finished.clear()
@@ -512,6 +569,10 @@ def test_random_worlds(tmp_path: Path, number: int, seed: int) -> None:
         if draws.random() < 0.3:
             (tmp_path / "drain").write_text(draws.choice(["", "engine-1 2\n"]))
         assert supervisor.generate(requests) == [_completion(request) for request in requests]
+        for index, one in enumerate(supervisor.log_stats()):
+            total = with_life(one.earlier, one)
+            assert index not in before or _never_less(total, before[index])
+            before[index] = total
     stats = supervisor.log_stats()
     for index, one in enumerate(stats):
         failures = sum(msgspec.structs.astuple(one.failures))
