@@ -7,6 +7,7 @@
 Everything is done by commands that a user could type, in processes of their own; this one only kills and compares.
 """
 
+import itertools
 import json
 import random
 import shutil
@@ -20,7 +21,8 @@ from typing import IO, NamedTuple
 
 from rollforward.conf import console
 from rollforward.rl.drill_compare import differences, held_tokens, logged_requests
-from rollforward.rl.drill_config import KINDS, DrillKind, DrillRun
+from rollforward.rl.drill_config import KINDS, DrillKind, DrillMoment, DrillRun
+from rollforward.rl.drill_moments import Moments
 from rollforward.rl.drill_processes import Process, end, family, kill, victims
 from rollforward.rl.errors import DrillError
 from rollforward.rl.tracker import METRICS_NAME
@@ -29,32 +31,47 @@ from rollforward.rollout.ledger import Counts, LedgerClient, LedgerProcess
 _POLL_S = 0.02
 _LEFTOVER_S = 30.0
 """After a run its orphans have so long to end by themselves."""
-_PER_WORK = 3.0
+_PER_WORK = 6.0
 """Kills in the time that the undisturbed run works, about: instants are drawn from twice the mean distance."""
+_WITHIN_S = {"any": 0.0, "commit": 0.002, "publish": 0.5, "checkpoint": 0.3}
+"""How long a tiny run is at it, about: a kill comes so much later at most. Publishing ends when the engines answer."""
+_ENDS_THE_RUN = ("driver", "learner")
+"""Kinds whose death ends the run, which is then resumed; the others are replaced inside it."""
 
 
 class Killed(NamedTuple):
     """One kill."""
 
-    kind: DrillKind
     at_s: float
     progress: int
     """Tokens published and steps logged before."""
 
 
+class _Next(NamedTuple):
+    """Who is killed next, and when."""
+
+    kind: DrillKind
+    moment: DrillMoment
+    wait_s: float
+    """From when such a process is there to when the moment is waited for."""
+    delay_s: float
+    """From the moment to the kill."""
+
+
 class _Plan:
-    """Which kind is next, and how long after it is there."""
+    """What is next: every kind at every moment, in an order of its own each time."""
 
     def __init__(self, run: DrillRun, work_s: float) -> None:
         self._draws = random.Random(run.drill.seed)
-        self._kinds = list(run.drill.kinds or KINDS)
+        self._pairs = list(itertools.product(run.drill.kinds or KINDS, run.drill.moments))
         self._spread_s = 2 * work_s / _PER_WORK
-        self._left: list[DrillKind] = []
+        self._left: list[tuple[DrillKind, DrillMoment]] = []
 
-    def next(self) -> tuple[DrillKind, float]:
+    def next(self) -> _Next:
         if not self._left:
-            self._left = self._draws.sample(self._kinds, len(self._kinds))
-        return self._left.pop(), self._draws.random() * self._spread_s
+            self._left = self._draws.sample(self._pairs, len(self._pairs))
+        kind, moment = self._left.pop()
+        return _Next(kind, moment, self._draws.random() * self._spread_s, self._draws.random() * _WITHIN_S[moment])
 
     def choose(self, pids: list[int]) -> int:
         return self._draws.choice(pids)
@@ -71,6 +88,7 @@ class Disturbed:
         self._directory, self._plan = directory, plan
         self._command = [*_train_words(run, directory), f"all.rollout.ledger={ledger.path}"]
         self._ledger = LedgerClient(ledger.path)
+        self._moments = Moments(directory)
         self._log_path = directory.with_suffix(".log")
         self._waiting: list[Killed] = []
         self._family: set[Process] = set()
@@ -85,25 +103,21 @@ class Disturbed:
         """
         with self._log_path.open("ab") as log:
             driver = _start(self._command, log)
-            is_fair, due_s = True, None  # whether it has not been killed since its start; when the next kill is due
-            kind, wait_s = self._plan.next()
+            is_due, due_s = False, None  # whether its end is owed to a kill; when the next kill is due
+            planned = self._plan.next()
             try:
                 while (code := driver.poll()) != 0:
                     if code is not None:
-                        self._require_kill(is_fair, code)
+                        self._require(is_due, code)
                         console.say(f"  the run ended (exit code {code}); rollforward resume {self._directory}")
-                        driver, is_fair, due_s = _start(["resume", str(self._directory)], log), True, None
+                        driver, is_due, due_s = _start(["resume", str(self._directory)], log), False, None
                     self._note_progress()
-                    if self.kills < kills and (pids := victims(driver.pid, kind)):
-                        due_s = due_s or time.monotonic() + wait_s
-                        if time.monotonic() >= due_s:
-                            self._family |= set(family(driver.pid))
-                            if kill(pid := self._plan.choose(pids)):
-                                self._waiting.append(Killed(kind, time.monotonic(), self._progress()))
-                                self.kills += 1
-                                console.say(f"  kill {done + self.kills}/{total}: {kind} (pid {pid})")
-                                is_fair, due_s = False, None
-                                kind, wait_s = self._plan.next()
+                    if self.kills < kills and victims(driver.pid, planned.kind):
+                        due_s = due_s or time.monotonic() + planned.wait_s
+                        is_now = time.monotonic() >= due_s and self._moments.wait(planned.moment, _POLL_S)
+                        if is_now and self._kill(driver.pid, planned, f"{done + self.kills + 1}/{total}"):
+                            is_due |= planned.kind in _ENDS_THE_RUN
+                            planned, due_s = self._plan.next(), None
                     time.sleep(_POLL_S)
             finally:
                 self._family |= set(family(driver.pid))
@@ -112,11 +126,26 @@ class Disturbed:
                 self._note_progress(is_done=True)
                 end(self._family, _LEFTOVER_S)
 
-    def _require_kill(self, is_fair: bool, code: int) -> None:
-        if is_fair:
+    def _kill(self, driver: int, planned: _Next, number: str) -> bool:
+        """Kill one of a kind; whether there still was one."""
+        time.sleep(planned.delay_s)
+        self._family |= set(family(driver))
+        pids = victims(driver, planned.kind)
+        if not pids or not kill(pid := self._plan.choose(pids)):
+            return False
+        self._waiting.append(Killed(time.monotonic(), self._progress()))
+        self.kills += 1
+        at = "" if planned.moment == "any" else f" at a {planned.moment}"
+        console.say(f"  kill {number}: {planned.kind}{at} (pid {pid})")
+        return True
+
+    def _require(self, is_due: bool, code: int) -> None:
+        """Raise DrillError unless the run's end is owed to a kill."""
+        if not is_due:
             raise DrillError(
-                f"the drilled run ended with exit code {code} though nothing of it was killed since it was started;"
-                f" what it said is in {self._log_path}: {_last_line(self._log_path)}"
+                f"the drilled run ended with exit code {code} though neither it nor its learner was killed since it was"
+                f" started, and whatever else was killed is replaced inside a run; what it said is in {self._log_path}:"
+                f" {_last_line(self._log_path)}"
             )
 
     def _progress(self) -> int:
@@ -152,11 +181,16 @@ def main(run: DrillRun) -> int:
     """Run, kill, compare, and say what came of it.
 
     Returns:
-        0, or 1 when a token was lost or drawn again, or anything is not equal.
-
-    Raises:
-        DrillError: a run failed by itself.
+        0, or 1 when a token was lost or drawn again, anything is not equal, or a run failed by itself.
     """
+    try:
+        return _drill(run)
+    except DrillError as error:
+        console.say(f"drill FAILED: {error}")
+        return 1
+
+
+def _drill(run: DrillRun) -> int:
     root = Path(run.run_dir).resolve()
     root.mkdir(parents=True, exist_ok=True)
     quiet = root / "undisturbed"
@@ -257,6 +291,7 @@ def _report(run: DrillRun, root: Path, verdict: Verdict, kills: int, recoveries_
     is_clean = not (wrong or counts.lost or counts.duplicated)
     rows: dict[str, object] = {
         "kinds": ", ".join(run.drill.kinds or KINDS),
+        "moments": ", ".join(run.drill.moments),
         "tokens published": counts.published,
         "tokens lost": counts.lost,
         "tokens drawn again": counts.duplicated,

@@ -10,14 +10,23 @@ DrillKind = Literal["engine", "driver", "learner", "sandbox"]
 KINDS: tuple[DrillKind, ...] = ("engine", "driver", "learner", "sandbox")
 
 
+DrillMoment = Literal["any", "commit", "publish", "checkpoint"]
+"""What a run is at when it is hit: whatever it is, a commit to a token log, new weights on their way from the learner
+to the engines, a checkpoint being written."""
+
+MOMENTS: tuple[DrillMoment, ...] = ("any", "commit", "publish", "checkpoint")
+
+
 class DrillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is killed, and how far the recipe is shortened."""
 
     kills: Annotated[int, msgspec.Meta(ge=1)] = 6
     """Processes that are killed. A run that ends before is followed by another one."""
     kinds: tuple[DrillKind, ...] | None = None
-    """Whose turn it is, over and over in a drawn order: engine, driver, learner, sandbox. null is all that the recipe
-    has."""
+    """Who is killed: engine, driver, learner, sandbox; each at each of the moments, in a drawn order, over and over.
+    null is all that the recipe has."""
+    moments: tuple[DrillMoment, ...] = MOMENTS
+    """What the run is at when a process is killed, combined with the kinds: any, commit, publish, checkpoint."""
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Chooses order and instants of the kills. Processes are no clockwork, so equal seeds are alike, not the same."""
     steps: Annotated[int, msgspec.Meta(ge=1, le=6)] = 4
@@ -27,8 +36,9 @@ class DrillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         """Refuse a list of nothing."""
-        if self.kinds is not None and not self.kinds:
-            raise ValueError(f"drill.kinds is empty; name some of {', '.join(KINDS)}, or leave it out")
+        for name, given, known in (("kinds", self.kinds, KINDS), ("moments", self.moments, MOMENTS)):
+            if given is not None and not given:
+                raise ValueError(f"drill.{name} is empty; name some of {', '.join(known)}, or leave it out")
 
 
 class DrillRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -57,6 +57,8 @@ def test_a_recipe_without_tools_has_no_sandbox_to_kill(tmp_path: Path) -> None:
         (["recipe=tiny", "drill.steps=7"], ConfigError, r"drill.steps is 7"),
         (["recipe=tiny", "drill.kinds=[gpu]"], ConfigError, "drill.kinds"),
         (["recipe=tiny", "drill.kinds=[]"], ConfigError, "drill.kinds is empty"),
+        (["recipe=tiny", "drill.moments=[]"], ConfigError, "drill.moments is empty"),
+        (["recipe=tiny", "drill.moments=[lunch]"], ConfigError, "drill.moments"),
         (["recipe=tiny", "drill.kill=3"], ConfigError, "drill.kill is not a setting. Did you mean drill.kills"),
         (["recipe=tiny", "grpo.stepz=3"], ConfigError, "stepz is not a setting"),
         (["recipe=tiny", "cluster.address=auto"], UsageError, "cluster.address is auto"),

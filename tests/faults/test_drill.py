@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 
 from rollforward.rl.drill_compare import differences, held_tokens, logged_requests
-from rollforward.rl.drill_config import DrillKind
+from rollforward.rl.drill_config import DrillKind, DrillMoment
+from rollforward.rl.drill_moments import Moments
 from rollforward.rl.drill_processes import end, family, kill, victims
 from rollforward.rollout.types import StopReason
 from rollforward.rollout.wal import open_log
@@ -65,8 +67,8 @@ def test_a_small_run_whose_engine_and_driver_are_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_tiny_recipe_with_every_kind_killed(tmp_path: Path) -> None:
-    _require_clean(*_drill(tmp_path / "drill", "tiny", "drill.kills=4"), kills=4)
+def test_the_tiny_recipe_with_every_kind_killed_at_every_moment(tmp_path: Path) -> None:
+    _require_clean(*_drill(tmp_path / "drill", "tiny", "drill.kills=16"), kills=16)
 
 
 @pytest.fixture
@@ -178,6 +180,29 @@ def _family() -> Generator[subprocess.Popen[bytes]]:
         end(processes, 0.0)
         stranger.kill()
         stranger.wait()
+
+
+def test_what_a_run_is_at_is_seen_by_its_files(tmp_path: Path) -> None:
+    moments = Moments(tmp_path)
+    assert moments.wait("any", 0.0)
+    written: dict[DrillMoment, str] = {
+        "publish": "grpo/weights/.v000003",
+        "checkpoint": "grpo/checkpoints/.step_000002",
+    }
+    for moment, partial in written.items():
+        directory = tmp_path / f"{partial}.partial"
+        assert not moments.wait(moment, 0.01)
+        directory.mkdir(parents=True)
+        assert moments.wait(moment, 0.0)
+        directory.rename(directory.with_suffix(""))
+        assert not moments.wait(moment, 0.01)
+    writer, _ = open_log(tmp_path / "grpo" / "wal" / "engine-0", stream="engine-0", config=PROCESS)
+    with writer:
+        assert not moments.wait("commit", 0.05), "what was written before is no commit of now"
+        later = threading.Timer(0.2, writer.append_version, [1])
+        later.start()
+        assert moments.wait("commit", 10.0)
+        later.join()
 
 
 def test_processes_are_found_by_kind_and_killed() -> None:
