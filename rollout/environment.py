@@ -63,7 +63,8 @@ def failed_observation(identity: RequestId, detail: str) -> Observation:
 
 
 class Environment(Protocol):
-    """Answers turns. Used by one engine from one thread; a request has at most one answer outstanding."""
+    """Answers turns. Used by one engine from one thread, but for ``wake``; a request has at most one answer
+    outstanding."""
 
     def is_call(self, request: Request, turn_ids: Int32Array) -> bool:
         """Return whether a finished turn asks for an answer. Starts nothing; the same for the same tokens.
@@ -90,7 +91,13 @@ class Environment(Protocol):
         """Return the answers that came since the last call, in any order, each once.
 
         Args:
-            block: wait until there is at least one. Only while an answer is outstanding.
+            block: wait until there is at least one, or until ``wake``. Only while an answer is outstanding.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Let the ``collect`` that waits, or else the next one, return at once, with no answer if there is none. From
+        any thread: an engine that is paused does not wait for a slow tool.
         """
         ...
 

@@ -93,5 +93,8 @@ class _Watched:
     def collect(self, *, block: bool) -> list[Observation]:
         return self._environment.collect(block=block)
 
+    def wake(self) -> None:
+        self._environment.wake()
+
     def close(self) -> None:
         self._environment.close()

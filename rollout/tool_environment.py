@@ -52,7 +52,7 @@ class _Pending(NamedTuple):
 
 
 class ToolEnvironment:
-    """Implements ``Environment``. One thread asks; the sandbox works in its own."""
+    """Implements ``Environment``. One thread asks, any may ``wake`` it; the sandbox works in its own."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ToolEnvironment:
         self._runners = dict(runners)
         self._pending: dict[RequestId, _Pending] = {}
         self._ready: list[Observation] = []
-        self._finished: queue.SimpleQueue[RequestId] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[RequestId | None] = queue.SimpleQueue()  # None wakes
         for name, task in tasks.items():
             needed = len(encoding.encode_observation([_TOO_MANY], task.effort))
             if task.max_observation_tokens < needed:
@@ -105,11 +105,18 @@ class ToolEnvironment:
         """Return the answers that are complete; see ``Environment``."""
         assert not block or self._pending or self._ready, "nothing is outstanding"
         while block and not self._ready:
-            self._assemble(self._finished.get())
+            identity = self._finished.get()
+            if identity is None:
+                break
+            self._assemble(identity)
         while not self._finished.empty():
             self._assemble(self._finished.get())
         ready, self._ready = self._ready, []
         return ready
+
+    def wake(self) -> None:
+        """Let ``collect`` return; see ``Environment``."""
+        self._finished.put(None)
 
     def close(self) -> None:
         """End the sandboxes; see ``Environment``."""
@@ -124,10 +131,10 @@ class ToolEnvironment:
         turn = parse_turn(self._encoding.decode_turn(turn_ids.tolist()), self._task(request).effort)
         return [Call(tool=call.name, arguments=call.decode_arguments()) for call in turn.calls], turn.problem
 
-    def _assemble(self, identity: RequestId) -> None:
+    def _assemble(self, identity: RequestId | None) -> None:
         """Complete a request's answer if that was its last result."""
-        pending = self._pending.get(identity)
-        if pending is None or not all(result.done() for result in pending.results):
+        pending = None if identity is None else self._pending.get(identity)
+        if identity is None or pending is None or not all(result.done() for result in pending.results):
             return
         del self._pending[identity]
         results = [result.result() for result in pending.results]

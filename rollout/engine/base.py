@@ -57,8 +57,9 @@ class Engine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Stop for good at the next boundary of a step: no request is admitted any more, and ``generate``, a running
-        one or the next, raises PausedError when everything drawn is durable. From any thread; returns at once.
+        """Stop for good at the next boundary of a step, or at once while all that is in flight waits for tools: no
+        request is admitted any more, and ``generate``, a running one or the next, raises PausedError when everything
+        drawn is durable. From any thread; returns at once.
         """
         ...
 

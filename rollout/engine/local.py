@@ -135,6 +135,8 @@ class LocalEngine:
     def pause(self) -> None:
         """Stop for good at the next boundary of a step; see ``Engine``."""
         self._paused.set()
+        if self._environment is not None:
+            self._environment.wake()
 
     @torch.no_grad()
     def save_kv(self, store: KvStore, *, has_time: Callable[[], bool] = lambda: True) -> int:
@@ -243,7 +245,7 @@ class LocalEngine:
                 self._scheduler.enter(sequence)
 
     def _observe(self) -> None:
-        """Append the answers that came; wait for one only where nothing else can be done."""
+        """Append the answers that came; wait for one, or for a pause, only where nothing else can be done."""
         observing = {sequence.request.id: sequence for sequence in self._scheduler.observing()}
         if not observing:
             return

@@ -56,6 +56,9 @@ class ScriptedEnvironment:
         answers, self._pending = self._pending[:count], self._pending[count:]
         return answers
 
+    def wake(self) -> None:
+        """Nobody ever waits here."""
+
     def close(self) -> None:
         self._pending.clear()
 

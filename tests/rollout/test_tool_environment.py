@@ -21,16 +21,20 @@ from rollforward.model.encoding import ChatEncoding
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.shapes import param_specs
 from rollforward.model.tokenizer import DSML, TokenizerConfig, train_tokenizer
-from rollforward.rollout.environment import EnvironmentConfig, TaskTools
-from rollforward.rollout.errors import EnvironmentConfigError
+from rollforward.rollout import replica as replica_module
+from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.environment import EnvironmentConfig, Observation, TaskTools
+from rollforward.rollout.errors import EnvironmentConfigError, PausedError
+from rollforward.rollout.ledger import LedgerProcess
 from rollforward.rollout.tool_environment import ToolEnvironment, build_environment, fit_observation
 from rollforward.rollout.types import Completion, FailureType, Request, StopReason, ToolUse
 from rollforward.rollout.wal_recovery import recover
+from rollforward.rollout.weights import publish_weights, version_directory
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.function import FunctionSandbox
 from rollforward.sandbox.types import Call, CallResult, CallStatus
 from tests.helpers.crashes import CrashError, crash_at
-from tests.helpers.replicas import make_requests, open_engine
+from tests.helpers.replicas import PROCESS, make_requests, open_engine
 from tests.helpers.tiny import random_params, tiny_config
 
 CALCULATOR = (ToolConfig(name="calculator"),)
@@ -160,6 +164,22 @@ def test_answers_are_cut_inside_their_texts() -> None:
     assert "too many calls" in encoding().decode_turn(fit_observation(encoding(), ["1"] * 40, MATHS, limit))
 
 
+def test_who_is_woken_returns_without_an_answer_and_has_it_later(
+    environment: ToolEnvironment, runner: ScriptedRunner
+) -> None:
+    """Also where the wake comes first: whoever pauses does not know how far the other thread is."""
+    environment.begin(request(), turn_ids(written("1 + 2")), turn=1)
+    environment.wake()
+    assert environment.collect(block=True) == []
+    timer = threading.Timer(0.05, environment.wake)
+    timer.start()
+    assert environment.collect(block=True) == []
+    timer.join()
+    environment.wake()
+    runner.answer(0, "3")
+    assert observed(environment) == encoding().encode_observation(["3"])
+
+
 def test_a_task_that_leaves_no_room_for_an_answer_is_refused(runner: ScriptedRunner) -> None:
     narrow = msgspec.structs.replace(MATHS, max_observation_tokens=8)
     with pytest.raises(EnvironmentConfigError, match=r"max_observation_tokens is 8; .* shortest answer"):
@@ -263,6 +283,72 @@ def test_an_engine_with_real_tools_samples_the_same_bits_after_a_crash_and_in_an
     log.abandon()
     assert _sample(tmp_path / "c", packed, sandbox) == undisturbed
     assert recover(tmp_path / "c").problems == ()
+
+
+SLOW_TOOL = """
+import time
+
+def calculator(expression: str) -> str:
+    \"\"\"Takes its time.\"\"\"
+    time.sleep(600)
+    return expression
+"""
+
+
+class _Waiting(ToolEnvironment):
+    """Tells when the engine waits for a tool."""
+
+    waits = threading.Event()
+
+    def collect(self, *, block: bool) -> list[Observation]:
+        if block:
+            self.waits.set()
+        return super().collect(block=block)
+
+
+def test_a_replica_whose_requests_all_wait_for_a_slow_tool_hands_over(
+    packed: dict[str, PackedTensor], sandbox: FunctionSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool sleeps for ten minutes; the successor, whose tools answer, goes on to the same bits. Only what reads
+    calls out of the small model's turns is put in; it is the ledger's, so wrapped as in a drill."""
+    undisturbed = _sample(tmp_path / "a", packed, sandbox)
+    publish_weights(tmp_path / "weights", 1, _config(), packed)
+    (tmp_path / "slow.py").write_text(SLOW_TOOL)
+    slow = (ToolConfig(name="calculator", file=str(tmp_path / "slow.py"), timeout_s=900),)
+    task = TaskTools(tools=slow, max_observation_tokens=64)
+
+    def build(_: EnvironmentConfig) -> ToolEnvironment:
+        runner = FunctionSandbox(SandboxConfig(workers=2), slow)
+        return _Waiting(_CallingEncoding(encoding().tokenizer), {"maths": task}, {slow: runner})
+
+    monkeypatch.setattr(replica_module, "build_environment", build)
+    with LedgerProcess() as ledger:
+        replica = replica_module.Replica(
+            "engine-0",
+            tmp_path / "c",
+            _config(),
+            precision="native",
+            config=RolloutConfig(threads=1, wal=PROCESS, ledger=str(ledger.path)),
+            environment=EnvironmentConfig(model_dir="", tasks={"maths": task}, sandbox=SandboxConfig(workers=2)),
+        )
+        replica.load_weights(version_directory(tmp_path / "weights", 1))
+        ended: list[BaseException] = []
+
+        def generate() -> None:
+            try:
+                replica.generate(_requests())
+            except PausedError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=generate, daemon=True)
+        thread.start()
+        assert _Waiting.waits.wait(60)
+        stats = replica.drain(20)  # raises where it takes longer
+        thread.join()
+    assert len(ended) == 1
+    assert stats.saved.saved > 0
+    assert recover(tmp_path / "c").was_sealed
+    assert _sample(tmp_path / "c", packed, sandbox) == undisturbed
 
 
 def _observations(completion: Completion) -> list[str]:
