@@ -40,6 +40,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_s: Annotated[float, msgspec.Meta(gt=0)] = 25.0
     """Seconds that a replica takes at most to hand over, on SIGTERM to its process and where a notice names no time of
     its own."""
+    kv_save_bytes: Annotated[int, msgspec.Meta(ge=0)] = 8 << 30
+    """Bytes of key-values that a replica saves at most, beside its log, when it hands over: what its successor need not
+    prefill. The longest requests come first. Leave the disk room for the token log; 0 saves none."""
     max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     """How often a replica is started again under one weight version, so within a step; at one loss more the run ends,
     and `rollforward resume` goes on. Replicas that were told to go elsewhere do not count."""

@@ -209,7 +209,12 @@ class Replica:
                 self._publication = Publication(config.ledger, scope=scope, life=life, recovered=recovered)
                 opened.callback(self._publication.close)
                 answering = self._publication.watch(answering)
-            self._kv_store = KvStore(log_directory.with_name(log_directory.name + _KV_SUFFIX), model_config, precision)
+            self._kv_store = KvStore(
+                log_directory.with_name(log_directory.name + _KV_SUFFIX),
+                model_config,
+                precision,
+                max_bytes=config.kv_save_bytes,
+            )
             self._engine: Engine = LocalEngine(
                 model_config,
                 precision=precision,

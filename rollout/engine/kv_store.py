@@ -38,9 +38,6 @@ from rollforward.rollout.engine.kv_file import (
 from rollforward.rollout.types import RequestId
 from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, replace_file
 
-DEFAULT_MAX_BYTES = 64 << 30
-"""Bytes of planes that a store keeps unless told otherwise."""
-
 _PLANES_SUFFIX = ".safetensors"
 _MANIFEST_SUFFIX = ".json"
 _OUR_NAME = re.compile(r"(?P<stem>[\w-]+\.a\d+\.[0-9a-f]{8})(?P<suffix>(\.safetensors|\.json)(\.tmp)?)")
@@ -73,7 +70,7 @@ class KvState(NamedTuple):
 
 
 class KvStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store wrote since it was opened."""
+    """What a store wrote since it was opened; the source of `resume/kv_saved` and what stands beside it."""
 
     saved: int = 0
     """States that were written."""
@@ -160,9 +157,7 @@ class KvStore:
     needs its bytes.
     """
 
-    def __init__(
-        self, directory: Path, config: ModelConfig, precision: Precision, *, max_bytes: int = DEFAULT_MAX_BYTES
-    ) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, precision: Precision, *, max_bytes: int) -> None:
         """Open the directory, make it if absent, and remove what a killed process left half done.
 
         Args:

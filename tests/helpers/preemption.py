@@ -16,7 +16,7 @@ from tests.helpers.replicas import open_engine
 
 def store_of(directory: Path, config: ModelConfig) -> KvStore:
     """Where a replica with this log directory saves its key-values."""
-    return KvStore(directory.with_name(directory.name + ".kv"), config, "native")
+    return KvStore(directory.with_name(directory.name + ".kv"), config, "native", max_bytes=1 << 30)
 
 
 def pause_after(engine: LocalEngine, log: WalWriter, *, steps: int) -> None:

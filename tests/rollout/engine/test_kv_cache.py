@@ -346,7 +346,7 @@ def test_paused_requests_go_on_with_their_key_values_or_without(
     saves: bool,
 ) -> None:
     requests = _requests()
-    store = KvStore(tmp_path / "kv", CONFIG, "native")
+    store = KvStore(tmp_path / "kv", CONFIG, "native", max_bytes=1 << 30)
     engine, log = _open(tmp_path / "log", packed, 5, cache_blocks=blocks)
     _pause_at(engine, log, number)
     with pytest.raises(PausedError):
@@ -356,7 +356,7 @@ def test_paused_requests_go_on_with_their_key_values_or_without(
     log.abandon()  # what was drawn was durable before PausedError came
     drawn = sum(len(request.token_ids) for request in recover(tmp_path / "log").requests.values())
     assert drawn > 0
-    store = KvStore(tmp_path / "kv", CONFIG, "native")
+    store = KvStore(tmp_path / "kv", CONFIG, "native", max_bytes=1 << 30)
     environment = ScriptedEnvironment(VOCAB)
     engine, log = open_engine(
         tmp_path / "log", packed, model_config=CONFIG, environment=environment, kv_store=store, cache_blocks=blocks
@@ -371,7 +371,7 @@ def test_a_paused_engine_takes_nothing_and_one_that_runs_saves_nothing(
     packed: dict[str, PackedTensor], tmp_path: Path
 ) -> None:
     engine, log = _open(tmp_path / "log", packed)
-    store = KvStore(tmp_path / "kv", CONFIG, "native")
+    store = KvStore(tmp_path / "kv", CONFIG, "native", max_bytes=1 << 30)
     with log:
         with pytest.raises(EngineError, match="not paused"):
             engine.save_kv(store)

@@ -66,7 +66,7 @@ def _load(store: KvStore, name: str, request: RequestId = FIRST, **changes: Any)
 
 def _open(directory: Path, **changes: Any) -> KvStore:
     arguments: dict[str, Any] = {"config": SMALL, "precision": "native"} | changes
-    return KvStore(directory, arguments.pop("config"), arguments.pop("precision"), **arguments)
+    return KvStore(directory, arguments.pop("config"), arguments.pop("precision"), **{"max_bytes": 1 << 30} | arguments)
 
 
 def _is_same(found: KvState | KvRejection, num_cached: int = 17, seed: int = 0) -> bool:
