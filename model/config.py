@@ -1,7 +1,7 @@
 """Hyper-parameters of a DeepSeek-V4 model, named as in the official `config.json`, checked once when they are made.
 
-What lives here: `ModelConfig`, its reader and writer, and the presets `flash`, `pro`, `tiny`.
-What does not: number formats and block sizes (`kernels/quant/formats.py`), tensor shapes (`shapes.py`).
+What lives here: `ModelConfig`, its reader and writer. What does not: the numbers of the presets (`presets.py`), number
+formats and block sizes (`kernels/quant/formats.py`), tensor shapes (`shapes.py`).
 This module imports neither torch nor ray.
 """
 
@@ -14,12 +14,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollforward.model.errors import ConfigError, UnsupportedVariantError
+from rollforward.model.presets import PRESETS, PresetName
 
 LayerKind = Literal["window", "csa", "hca"]
 """window: sliding window only; csa: plus top-k of lightly compressed entries; hca: plus all heavily compressed ones."""
-
-PresetName = Literal["flash", "pro", "tiny"]
-"""Models that `preset` knows."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 """A size: at least one; the bound keeps absurd files from allocating."""
@@ -388,107 +386,39 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-_RELEASED: dict[str, Any] = {
-    "vocab_size": 129280,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "o_lora_rank": 1024,
-    "num_experts_per_tok": 6,
-    "num_hash_layers": 3,
-    "sliding_window": 128,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "rope_scaling": RopeScaling(factor=16.0, original_max_position_embeddings=65536),
-    "max_position_embeddings": 1048576,
-}
-"""What Flash and Pro share beyond the defaults."""
-
-_PRESETS: dict[PresetName, dict[str, Any]] = {
-    "flash": _RELEASED
-    | {
-        "hidden_size": 4096,
-        "num_hidden_layers": 43,
-        "num_attention_heads": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "index_topk": 512,
-        "routed_scaling_factor": 1.5,
-        "compress_ratios": (0, 0, *(4, 128) * 20, 4, 0),
-    },
-    "pro": _RELEASED
-    | {
-        "hidden_size": 7168,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "o_groups": 16,
-        "moe_intermediate_size": 3072,
-        "n_routed_experts": 384,
-        "index_topk": 1024,
-        "routed_scaling_factor": 2.5,
-        "compress_ratios": (128, 128, *(4, 128) * 29, 4, 0),
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 80,
-        "qk_rope_head_dim": 16,
-        "q_lora_rank": 64,
-        "o_groups": 2,
-        "o_lora_rank": 32,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hash_layers": 1,
-        "routed_scaling_factor": 1.5,
-        "sliding_window": 16,
-        "compress_ratios": (0, 4, 32, 4, 0),
-        "compress_rates": CompressRates(heavily_compressed_attention=32),
-        "index_n_heads": 16,
-        "index_head_dim": 32,
-        "index_topk": 8,
-        "rope_scaling": RopeScaling(factor=16.0, original_max_position_embeddings=256),
-        "max_position_embeddings": 2048,
-    },
-}
-
-
 def preset(name: PresetName) -> ModelConfig:
     """Return a known model's configuration.
 
     Args:
-        name: flash and pro are the released models; tiny has every layer kind and learns on two CPU cores.
+        name: flash and pro are the released models; mini is Flash for one GPU; tiny has every layer kind and learns on
+            two CPU cores.
 
     Raises:
         ConfigError: there is no such preset.
     """
-    if name not in _PRESETS:
-        known = ", ".join(_PRESETS)
+    if name not in PRESETS:
+        known = ", ".join(PRESETS)
         raise ConfigError(f"model is {name!r}; presets are {known}. Use one of them or a folder with a config.json.")
-    return ModelConfig(**_PRESETS[name])
+    return msgspec.convert(PRESETS[name], ModelConfig)
 
 
 def resolve_model(name_or_folder: str) -> ModelConfig:
     """Return a preset by name, or the configuration of a folder (or file) on disk.
 
     Args:
-        name_or_folder: flash, pro, tiny, or a path.
+        name_or_folder: flash, pro, mini, tiny, or a path.
 
     Raises:
         ConfigError: it is neither, or the file is refused.
     """
-    for name in _PRESETS:
+    for name in PRESETS:
         if name == name_or_folder:
             return preset(name)
     path = Path(name_or_folder)
     if not path.exists():
-        near = get_close_matches(name_or_folder, _PRESETS, n=1, cutoff=0.4)
+        near = get_close_matches(name_or_folder, PRESETS, n=1, cutoff=0.4)
         hint = f"Did you mean {near[0]}?" if near else "Use one of them or a folder with a config.json."
         raise ConfigError(
-            f"model is {name_or_folder!r}; it is no path here and the presets are {', '.join(_PRESETS)}. {hint}"
+            f"model is {name_or_folder!r}; it is no path here and the presets are {', '.join(PRESETS)}. {hint}"
         )
     return load_model_config(path)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollforward.model.config import (
     CompressRates,
+    ModelConfig,
     config_json,
     load_model_config,
     parse_model_config,
@@ -20,6 +21,7 @@ from rollforward.model.config import (
     resolve_model,
 )
 from rollforward.model.errors import ConfigError, UnsupportedVariantError
+from rollforward.model.shapes import param_specs
 
 
 def official(name: str = "flash") -> dict[str, Any]:
@@ -62,7 +64,36 @@ def test_tiny_has_every_kind_of_layer() -> None:
     assert not tiny.is_hash_layer(1)
 
 
-@pytest.mark.parametrize("name", ["flash", "pro", "tiny"])
+def test_mini_has_the_mechanisms_of_flash() -> None:
+    """Whatever a mechanism, a cache row or a kernel's tile is made of is Flash's; the rest is smaller."""
+    mini, flash = preset("mini"), preset("flash")
+    shrunk = {"hidden_size", "num_hidden_layers", "q_lora_rank", "o_lora_rank", "moe_intermediate_size"}
+    shrunk |= {"n_routed_experts", "compress_ratios"}
+    differing = {name for name in ModelConfig.__struct_fields__ if getattr(mini, name) != getattr(flash, name)}
+    assert differing == shrunk
+    kinds = [mini.layer_kind(layer) for layer in range(10)]
+    assert kinds == ["window", "window", "csa", "hca", "csa", "hca", "csa", "hca", "csa", "window"]
+    routes = {(mini.layer_kind(layer), mini.is_hash_layer(layer)) for layer in range(10)}
+    assert {("window", True), ("csa", True), ("csa", False), ("hca", False), ("window", False)} == routes
+
+
+@pytest.mark.parametrize("name", ["flash", "pro", "mini"])
+def test_sizes_fit_the_kernels(name: str) -> None:
+    """The tiles that a GPU kernel is built of: none of a released model's, or of mini's, is ragged."""
+    config = preset(name)  # pyright: ignore[reportArgumentType]
+    for spec in param_specs(config):
+        if spec.format in ("fp8", "mxfp4"):
+            assert [side % 128 for side in spec.shape[-2:]] == [0, 0], f"{spec.name}: FP8 blocks, activation groups"
+    assert (config.head_dim, config.nope_head_dim) == (512, 448), "a cache entry of 584 bytes"
+    assert config.num_attention_heads % 64 == 0, "the rows of an attention tile"
+    assert config.num_attention_heads * config.head_dim // config.o_groups == 4096, "a group's input"
+    assert (config.index_n_heads, config.index_head_dim) == (64, 128), "an index tile"
+    assert config.index_topk % 64 == config.sliding_window % 64 == 0, "tiles of keys"
+    assert config.hc_mult * config.hidden_size % 2048 == 0, "fixed splits of the stream mix"
+    assert config.n_routed_experts % 64 == config.vocab_size % 256 == 0, "tiles of gate and head"
+
+
+@pytest.mark.parametrize("name", ["flash", "pro", "mini", "tiny"])
 def test_config_json_round_trips(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(official(name)))
     assert load_model_config(tmp_path) == preset(name)  # pyright: ignore[reportArgumentType]
@@ -186,7 +217,7 @@ def test_absent_files_and_unknown_models(tmp_path: Path) -> None:
         load_model_config(tmp_path)
     with pytest.raises(ConfigError, match="Did you mean flash"):
         resolve_model("flsh")
-    with pytest.raises(ConfigError, match="presets are flash, pro, tiny"):
+    with pytest.raises(ConfigError, match="presets are flash, pro, mini, tiny"):
         preset("huge")  # pyright: ignore[reportArgumentType]
 
 

@@ -22,7 +22,7 @@ from rollforward.model.shapes import is_stacked_expert, param_specs
 
 CHOICES = {name: get_args(literal) for name, literal in get_type_hints(MuonSplit).items()}
 EVERY_SPLIT = [MuonSplit(**dict(zip(CHOICES, values, strict=True))) for values in itertools.product(*CHOICES.values())]
-MODELS = ("tiny", "flash", "pro")
+MODELS = ("tiny", "mini", "flash", "pro")
 
 
 def by_name(config: ModelConfig, split: MuonSplit | None = None) -> dict[str, TensorRole]:
