@@ -127,8 +127,8 @@ RUN_DIR is what run_dir named, a recipe's directory too; runs that are finished 
 A run's own directory inside a recipe's goes on up to that run. --cfg job prints the settings and does nothing.""",
     "submit": """rollforward submit VERB ... address=URL [settings]: the same command as a job on a Ray cluster
 
-VERB ... is any command with its arguments: train recipe=tiny run_dir=/shared/runs/a, or resume /shared/runs/a. Settings
-of the submission itself:
+VERB ... is any command but drill, with its arguments: train recipe=tiny run_dir=/shared/runs/a, or resume
+/shared/runs/a. Settings of the submission itself:
   address=required        the cluster's dashboard: http://HEAD:8265
   working_dir=null        directory that is uploaded and in which the job works; relative paths are relative to it
   submission_id=null      name of the job; Ray draws one

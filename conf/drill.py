@@ -1,5 +1,8 @@
 """What `rollforward drill` is asked for: a recipe, shortened until it takes about a minute, and what is killed in it.
 
+The drill's runs have the cluster that they start for themselves, so that their processes are here, where they can be
+killed, and nobody else's are. Their token logs keep everything: what had left one would look lost.
+
 Here: composition and checks, before anything is written. Not here: the drill (rl/drill.py), which runs the recipe in
 processes of its own, as a user would.
 """
@@ -13,7 +16,7 @@ import msgspec
 
 from rollforward.conf.errors import UsageError
 from rollforward.conf.jobs import Job, last_value, plan_jobs, schema_of
-from rollforward.conf.load import compose_data, decode
+from rollforward.conf.load import compose_data, decode, is_ray_job
 
 __all__ = ["plan_drill"]
 
@@ -30,10 +33,15 @@ def plan_drill(overrides: Sequence[str]) -> list[Job]:
             `rollforward train`, and go before what shortens it.
 
     Raises:
-        UsageError: no recipe; a recipe or a kind of process that cannot be drilled.
+        UsageError: no recipe; a recipe, a setting or a kind of process that cannot be drilled; a Ray job.
         ConfigError: a setting of the drill or of one of its runs is wrong.
     """
     recipe = last_value(overrides, "recipe")
+    if is_ray_job():
+        raise UsageError(
+            "this is a Ray job, so a drill's runs would join its cluster; a drill kills processes of a cluster of its"
+            " own. Log in on the machine and call rollforward drill there."
+        )
     if recipe is None:
         raise UsageError("drill needs a recipe: rollforward drill recipe=tiny; rollforward drill --help has more.")
     keys = {text: text.partition("=")[0].lstrip("+~") for text in overrides}
@@ -48,13 +56,15 @@ def plan_drill(overrides: Sequence[str]) -> list[Job]:
     settings = [text for job in jobs for text in _shortened(job, steps=wanted["steps"], prompts=wanted["prompts"])]
     settings += rest
     jobs = plan_jobs(_DRILLED, [f"recipe={recipe}", f"run_dir={run_dir}", *settings])
+    for job in jobs:
+        _require_whole_logs(msgspec.to_builtins(job.config))
     kinds = _kinds(wanted["kinds"], msgspec.to_builtins(jobs[-1].config))
     data |= {"settings": settings, "drill": {**wanted, "kinds": kinds}}
     return [Job(_VERB, _VERB, decode(schema, data), run_dir, run_dir, directory=Path.cwd())]
 
 
 def _shortened(job: Job, *, steps: int, prompts: int) -> list[str]:
-    """Settings that make a run short and let it checkpoint, each addressed to the run."""
+    """Settings that make a run short and let it checkpoint and keep its logs whole, each addressed to the run."""
     config = msgspec.to_builtins(job.config)
     wanted: dict[str, object] = {"tracker.mode": "disabled"} if "tracker" in config else {}
     if "steps" in config:
@@ -66,10 +76,21 @@ def _shortened(job: Job, *, steps: int, prompts: int) -> list[str]:
             "eval.prompts": min(prompts, config["eval"]["prompts"]),
             "optim.warmup_steps": min(steps, config["optim"]["warmup_steps"]),
         }
+    if "rollout" in config:
+        wanted["rollout.wal.keep_bytes"] = "null"
     for key in ("prompts_per_step", "prompts"):
         if key in config:
             wanted[key] = min(prompts, config[key])
     return [f"{job.name}.{key}={value}" for key, value in wanted.items()]
+
+
+def _require_whole_logs(config: Mapping[str, Any]) -> None:
+    keep_bytes = config["rollout"]["wal"]["keep_bytes"] if "rollout" in config else None
+    if keep_bytes is not None:
+        raise UsageError(
+            f"rollout.wal.keep_bytes is {keep_bytes}; a drill compares whole token logs and would count as lost what"
+            " has left one. Leave it out."
+        )
 
 
 def _kinds(asked: Sequence[str] | None, config: Mapping[str, Any]) -> list[str]:

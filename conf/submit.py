@@ -50,6 +50,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return shlex.join(["python", "-m", "rollforward.conf.cli", *self.words])
 
 
+_SUBMITTED = (*(verb for verb in VERBS if verb != "drill"), "resume")
+"""Commands that make sense as a job."""
 _PAUSE_S = 2.0
 """Before a connection that broke is made again, or a job sent again."""
 _NOT_YET = "try again later"
@@ -133,11 +135,16 @@ def parse(arguments: Sequence[str]) -> Submission:
             own[key] = {"true": True, "false": False}.get(value, value) if key == "wait" else value
         else:
             words.append(text)
-    if not words or words[0] not in (*VERBS, "resume"):
-        given = words[0] if words else "nothing"
+    if words[:1] == ["drill"]:
         raise UsageError(
-            f"submit is followed by {given}; it takes a command and its arguments: {', '.join(VERBS)} or resume."
+            "submit takes no drill: a drill kills processes of a cluster of its own, on its machine, while a job's runs"
+            " join the job's cluster, whose processes may be on other machines and other people's. To drill such a"
+            " machine, log in on a machine of the kind and call rollforward drill there."
         )
+    if not words or words[0] not in _SUBMITTED:
+        given = words[0] if words else "nothing"
+        verbs = f"{', '.join(_SUBMITTED[:-1])} or {_SUBMITTED[-1]}"
+        raise UsageError(f"submit is followed by {given}; it takes a command and its arguments: {verbs}.")
     if options := [word for word in words if word.startswith("-")]:
         raise UsageError(f"{options[0]} is not an option of submit. Try the command without submit first.")
     if "address" not in own:

@@ -40,6 +40,28 @@ def test_the_recipe_is_shortened_and_given_settings_go_before(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_a_drills_logs_keep_everything(tmp_path: Path) -> None:
+    """What has left a log would count as lost, and as a difference from the undisturbed run."""
+    recipe = write_recipe(tmp_path)
+    wal = "rollout: {wal: {keep_bytes: 4096, segment_bytes: 4096}}"
+    recipe.write_text(recipe.read_text().replace("      sampling: ", f"      {wal}\n      sampling: "))
+    kept: list[tuple[int | None, int]] = []
+    for settings in ([], _planned(f"recipe={recipe}", "grpo.rollout.engines=1").settings):
+        config: Any = plan_jobs("train", [f"recipe={recipe}", *settings])[-1].config
+        kept.append((config.rollout.wal.keep_bytes, config.rollout.wal.segment_bytes))
+    assert kept == [(4096, 4096), (None, 4096)]
+    for words in (["rollout.wal.keep_bytes=0"], ["grpo.rollout.wal.keep_bytes=4096"]):
+        with pytest.raises(UsageError, match=r"rollout\.wal\.keep_bytes is (0|4096); .* Leave it out"):
+            _planned(f"recipe={recipe}", *words)
+
+
+def test_a_drill_inside_a_ray_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs would join the job's cluster."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(UsageError, match="this is a Ray job"):
+        _planned("recipe=tiny")
+
+
 def test_a_recipe_without_tools_has_no_sandbox_to_kill(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     assert _planned(f"recipe={recipe}").drill.kinds == ("engine", "driver", "learner")

@@ -63,6 +63,8 @@ def test_a_job_keeps_its_clusters_authentication() -> None:
     [
         ([], UsageError, "submit is followed by nothing"),
         (["fly", ADDRESS], UsageError, "submit is followed by fly"),
+        (["drill", "recipe=tiny", ADDRESS, "run_dir=/a"], UsageError, "submit takes no drill: .* cluster of its own"),
+        (["drill"], UsageError, "log in on a machine .* rollforward drill"),
         (["train", "recipe=tiny"], UsageError, r"address=http://HEAD:8265"),
         (["train", "recipe=tiny", "address=head:6379"], ConfigError, "address is .head:6379"),
         (["train", "recipe=tiny", ADDRESS, "wait=maybe"], ConfigError, "wait is .maybe"),
