@@ -31,8 +31,9 @@ from rollforward.rollout.wal_records import (
     WalRecord,
     decode_record,
 )
+from rollforward.rollout.wal_repair import repair_log
 from rollforward.rollout.wal_runs import RecoveredRequest, Run, asked_columns, merge_runs
-from rollforward.rollout.wal_scan import LogScan, OrderedFrames, Problem, ProblemKind, cut_torn_tail, scan_log
+from rollforward.rollout.wal_scan import LogScan, OrderedFrames, Problem, ProblemKind, scan_log
 from rollforward.rollout.wal_step import StepRecord, decode_step
 from rollforward.sandbox.codec import Frame
 
@@ -81,10 +82,12 @@ def recover(
     """
     scan = scan_log(directory, stream=stream, mirror=mirror)
     if repair:
-        cut_torn_tail(directory, scan, mirror=mirror)
+        repair_log(directory, scan, mirror=mirror)
     replay = _Replay()
     for ordered in scan.epochs:
         replay.feed(ordered)
+    if scan.lost_end is not None:
+        replay.lose_end(scan.lost_end)
     runs = replay.finish()
     newest, earlier, problems = merge_runs(runs, replay.orphans)
     damaged = {identity: request.damage for identity, request in newest.items() if request.damage is not None}
@@ -142,6 +145,11 @@ class _Replay:
                 self._fail_open_runs(ProblemKind.BAD_RECORD, str(error))
         for first, end in lost:
             self._lose(first, end)
+
+    def lose_end(self, where: str) -> None:
+        """Fails what frames behind the last ones could have touched: a segment is there that cannot be read."""
+        self._where = where
+        self._doubt(ProblemKind.LOST_FRAMES, "nothing of this segment can be read")
 
     def finish(self) -> list[Run]:
         """Returns the runs with their tokens in order; call once."""

@@ -4,13 +4,13 @@
 
 What was durable is proven, not guessed: a frame's batch_seq, a segment's first_seq and the first_seq of a later epoch
 each say that everything below was on disk. A missing frame below that is *lost* (damage); anything from the first
-missing frame above it on is *torn*: nobody had been told, so it is cut.
+missing frame above it on is *torn*: nobody had been told, so it is cut. A segment gets its name when its header is on
+disk, so one at the log's end of which nothing can be read is damage too, of unknown extent.
 
-Here: reading and ordering; `cut_torn_tail` is the only function that writes. Not here: the meaning of frames
-(rollout/wal_recovery.py), second copies (rollout/wal_mirror.py). Nothing here raises on bad bytes.
+Here: reading and ordering. Not here: the meaning of frames (rollout/wal_recovery.py), second copies
+(rollout/wal_mirror.py), repairs (rollout/wal_repair.py). Nothing here raises on bad bytes.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from enum import StrEnum
@@ -22,14 +22,13 @@ import msgspec
 from rollforward.rollout.types import RequestId
 from rollforward.rollout.wal_files import (
     EPOCH_NAME,
-    TEMPORARY_SUFFIX,
     parse_segment_name,
     read_epoch_file,
-    sync_directory,
+    segment_name,
 )
-from rollforward.rollout.wal_mirror import LogFiles, heal, read_log_files
+from rollforward.rollout.wal_mirror import LogFiles, read_log_files
 from rollforward.rollout.wal_records import WAL_KIND
-from rollforward.rollout.wal_retention import Mark, apply_mark, read_mark
+from rollforward.rollout.wal_retention import Mark, read_mark
 from rollforward.sandbox.codec import (
     SEGMENT_HEADER_BYTES,
     Frame,
@@ -119,11 +118,14 @@ class LogScan(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...]
     """Findings, in order of files and then of sequence numbers."""
     cuts: tuple[Cut, ...]
-    """What `cut_torn_tail` truncates."""
+    """What a repair truncates."""
     mark: SegmentHeader | None
-    """Header of the first segment where older ones were removed; `cut_torn_tail` removes what is left of them."""
+    """Header of the first segment where older ones were removed; a repair removes what is left of them."""
+    lost_end: str | None
+    """Name of the first segment behind the last good one, where nothing of it can be read: what it held is not known.
+    """
     stale: tuple[str, ...]
-    """Files of which one copy lacks what the other holds; `cut_torn_tail` makes them equal."""
+    """Files of which one copy lacks what the other holds; a repair makes them equal."""
     last_segments: tuple[Path, ...]
     """Newest segment of the last epoch (and its copies); empty for an empty log."""
     next_seq: int
@@ -174,6 +176,7 @@ class _Account:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.cuts: list[Cut] = []
+        self.wiped: list[tuple[int, int]] = []  # (epoch, number) of segments without anything that can be read
         self.torn_bytes = self.torn_frames = self.damaged_bytes = self.room_bytes = 0
         self.lost_frames = self.duplicate_frames = self.fenced_frames = 0
 
@@ -220,12 +223,14 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
             continue
         if last_crcs.get(header.first_seq - 1, header.tail_crc) != header.tail_crc:
             broken.add(header.first_seq)
-    newest = max(((segment.epoch, segment.number) for segment in segments), default=None)
+    newest = max(((segment.epoch, segment.number) for segment in segments), default=(0, 0))
+    lost_end = min((number for number in account.wiped if number > newest), default=None)
     return LogScan(
         epochs=tuple(msgspec.structs.replace(ordered, broken=frozenset(broken)) for ordered in epochs),
         problems=tuple(account.problems),
         cuts=tuple(account.cuts),
         mark=mark,
+        lost_end=None if lost_end is None else segment_name(*lost_end),
         stale=stale,
         last_segments=tuple(segment.path for segment in segments if (segment.epoch, segment.number) == newest),
         next_seq=start,
@@ -240,40 +245,6 @@ def scan_log(directory: Path, *, stream: str | None = None, mirror: Path | None 
         duplicate_frames=account.duplicate_frames,
         fenced_frames=account.fenced_frames,
     )
-
-
-def cut_torn_tail(directory: Path, scan: LogScan, *, mirror: Path | None = None) -> None:
-    """Truncates what `scan` found torn, removes leftovers of unfinished work, and makes the rest durable.
-
-    A frame that a killed process wrote but never synced counts as logged from here on, so it must be on disk first.
-
-    Raises:
-        OSError: a directory cannot be written; nothing was published yet, so it is safe to run again.
-
-    """
-    if mirror is not None and scan.stale:
-        heal(directory, mirror, scan.stale)
-    sizes = dict(scan.cuts)
-    homes = [home for home in (directory, mirror) if home is not None and home.is_dir()]
-    if scan.mark is not None:
-        apply_mark(homes, scan.mark)
-    for home in homes:
-        for path in scan.last_segments:
-            if (home / path.name).exists():
-                _cut(home / path.name, sizes.get(path))
-        for path in home.glob(f"*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
-        sync_directory(home)
-
-
-def _cut(path: Path, size_bytes: int | None) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if size_bytes is not None and size_bytes < os.fstat(descriptor).st_size:
-            os.ftruncate(descriptor, size_bytes)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_segments(
@@ -306,7 +277,9 @@ def _read_segments(
             header.stream for _, _, header in loaded if isinstance(header, SegmentHeader) and header.kind == WAL_KIND
         )
         stream = named.most_common(1)[0][0] if named else ""
-    segments = [_read_segment(path, data, header, stream, account) for path, data, header in loaded]
+    places = _places(found, [header for _, _, header in loaded], stream, mark.first)
+    account.wiped += places - {parse_segment_name(path.name) for path, _ in found.files}
+    segments = [_read_segment(path, data, header, stream, places, account) for path, data, header in loaded]
     usable = sorted((segment for segment in segments if segment is not None), key=lambda segment: segment.sort_key)
     if mark.first is None and mark.faults:
         oldest = next((segment.header for segment in usable if segment.header is not None), None)
@@ -331,9 +304,15 @@ def _place(path: Path, directory: Path) -> str:
 
 
 def _read_segment(
-    path: Path, data: bytes, header: SegmentHeader | HeaderFault, stream: str, account: _Account
+    path: Path,
+    data: bytes,
+    header: SegmentHeader | HeaderFault,
+    stream: str,
+    places: set[tuple[int, int]],
+    account: _Account,
 ) -> _Segment | None:
-    """Returns the scanned segment, or None (with a finding) when the file is not one of this log."""
+    """Returns the scanned segment, or None (with a finding) when the file is not one of this log or nothing of it can
+    be read."""
     if isinstance(header, SegmentHeader):
         if header.kind != WAL_KIND or header.stream != stream:
             account.add(
@@ -358,8 +337,34 @@ def _read_segment(
             )
             account.damaged_bytes += SEGMENT_HEADER_BYTES
             return _Segment(path=path, epoch=named[0], number=named[1], header=None, scan=scan, size_bytes=len(data))
-    account.add(ProblemKind.FOREIGN_FILE, path.name, f"{header.value}, {len(data)} bytes, no frame of this log")
+    is_ours = named is not None and named in places
+    kind = ProblemKind.DAMAGED_BYTES if is_ours else ProblemKind.FOREIGN_FILE
+    account.add(kind, path.name, f"{header.value}, {len(data)} bytes, no frame of this log")
+    if named is not None and is_ours:
+        account.damaged_bytes += len(data)
+        account.wiped.append(named)
     return None
+
+
+def _places(
+    found: LogFiles, headers: Iterable[SegmentHeader | HeaderFault], stream: str, first: SegmentHeader | None
+) -> set[tuple[int, int]]:
+    """Returns (epoch, number) of the segments that were this log's: by their headers, and where nothing can be read by
+    a name that continues these. A name that does not is taken for somebody else's file."""
+    places = {(first.epoch, first.segment)} if first is not None else set[tuple[int, int]]()
+    for header in headers:
+        if isinstance(header, SegmentHeader) and (header.kind, header.stream) == (WAL_KIND, stream):
+            places.add((header.epoch, header.segment))
+    paths = [path for path, _ in found.files] + [finding.path for finding in found.findings if finding.is_unreadable]
+    for number in sorted(filter(None, (parse_segment_name(path.name) for path in paths))):
+        epoch, segment = number
+        if segment:
+            follows = (epoch, segment - 1) in places
+        else:
+            follows = epoch == 1 or any(place[0] == epoch - 1 for place in places)
+        if follows:
+            places.add(number)
+    return places
 
 
 def _first_seq(segment: _Segment) -> int | None:
