@@ -1,11 +1,12 @@
 """Conversations to token ids, in DeepSeek-V4's own rendering.
 
 Here: what a prompt is in tokens, which tokens of a conversation are trained, and the text of what the model answered.
-Not here: the grammar of the text, which is deepseek-recipe's (DeepSeek's encoder, called at run time), and the ids of
-text (`model/tokenizer.py`).
+Not here: the text (`model/encoding_render.py`, by deepseek-recipe, which is DeepSeek's own encoder), the order of
+messages (`model/encoding_order.py`), what its versions differ in (`model/encoding_version.py`), and the ids of text
+(`model/tokenizer.py`).
 
-deepseek-recipe says which ranges of its text are control tokens. Only those become control ids; all between them is
-encoded as plain text.
+The rendering says which of its pieces are control tokens. Only those become control ids; all between them is encoded as
+plain text, so nobody can type one.
 
 ```
 BOS [effort] [system] USER question ASSISTANT END_THINK answer EOS      non-think
@@ -25,17 +26,48 @@ behind the last question, as DeepSeek does. So the ids of a prompt that goes on 
 before, the turn, and the observation: nothing that was sampled is ever rendered again in another way.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
 
-import deepseek_recipe
 import msgspec
 
+from rollforward.model.dsml import AssistantTurn, Problem, parse_turn
+from rollforward.model.encoding_order import Rendering
+from rollforward.model.encoding_render import (
+    TASK_TOKENS,
+    Piece,
+    answer_pieces,
+    observation_pieces,
+    prompt_pieces,
+)
+from rollforward.model.encoding_version import (
+    APRIL,
+    ENCODING_FILE,
+    LATER,
+    EncodingVersion,
+    encoding_file,
+    find_encoding_version,
+)
 from rollforward.model.errors import EncodingError
-from rollforward.model.messages import Message, ReasoningEffort
-from rollforward.model.tokenizer import ASSISTANT, END_THINK, EOS, USER, Tokenizer
+from rollforward.model.messages import Message, ReasoningEffort, ResponseFormat, ToolChoice
+from rollforward.model.tokenizer import ASSISTANT, DSML, END_THINK, EOS, Tokenizer
 from rollforward.sandbox.types import ToolSpec
 
-_Pieces = Iterator[tuple[str, bool]]  # text, and whether it is one control token
+__all__ = [
+    "APRIL",
+    "ENCODING_FILE",
+    "LATER",
+    "ChatEncoding",
+    "EncodedConversation",
+    "EncodingVersion",
+    "encoding_file",
+    "find_encoding_version",
+    "plain_texts",
+]
+
+_GIVEN = frozenset(TASK_TOKENS.values())
 
 
 class EncodedConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,14 +82,18 @@ class EncodedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plain_texts(
-    messages: Sequence[Message], effort: ReasoningEffort = "non-think", tools: Sequence[ToolSpec] = ()
+    messages: Sequence[Message],
+    effort: ReasoningEffort = "non-think",
+    tools: Sequence[ToolSpec] = (),
+    version: EncodingVersion = LATER,
 ) -> list[str]:
     """The texts between the control tokens of a rendered conversation, which is what a tokenizer is trained on.
 
     Raises:
         EncodingError: as `ChatEncoding.encode_conversation`.
     """
-    return [text for text, is_control in _conversation_pieces(messages, effort, tools) if not is_control]
+    how = Rendering(version=version, effort=effort, tools=tuple(tools))
+    return [text for text, is_control in _conversation_pieces(messages, how) if not is_control]
 
 
 class ChatEncoding:
@@ -65,34 +101,68 @@ class ChatEncoding:
 
     Args:
         tokenizer: gives the ids.
+        version: of the encoding that the model learned.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, version: EncodingVersion = LATER) -> None:
         """Keep the tokenizer."""
         self._tokenizer = tokenizer
+        self._version = version
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Self:
+        """The encoding of a model directory: its tokenizer, and the version in its `encoding.json`, else the later one.
+
+        Raises:
+            TokenizerError: the directory has no usable tokenizer.
+            EncodingError: its `encoding.json` names no known version.
+        """
+        return cls(Tokenizer.load(model_dir), find_encoding_version(model_dir) or LATER)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that gives the ids."""
         return self._tokenizer
 
+    @property
+    def version(self) -> EncodingVersion:
+        """The version of the encoding."""
+        return self._version
+
     def encode_prompt(
-        self, messages: Sequence[Message], effort: ReasoningEffort = "non-think", tools: Sequence[ToolSpec] = ()
+        self,
+        messages: Sequence[Message],
+        effort: ReasoningEffort = "non-think",
+        tools: Sequence[ToolSpec] = (),
+        *,
+        response_format: ResponseFormat | None = None,
+        tool_choice: ToolChoice = "auto",
     ) -> list[int]:
         """The ids that an engine continues: the conversation up to and including the opener of the assistant's turn.
 
         Args:
-            messages: must end with a message that is not an assistant's.
+            messages: must end with a message that is not an assistant's, with a `prefix` that the model continues, or
+                with one that has a `task`.
             effort: chooses the opener and the text after BOS.
             tools: what the prompt lists, in DeepSeek's words. Empty lists nothing, also where turns call tools.
+            response_format: what the prompt asks the answer to look like.
+            tool_choice: `none` lists no tools; `required` puts the beginning of a call behind the opener, so that the
+                model neither reasons nor answers before it (`read_turn` must be told).
 
         Raises:
-            EncodingError: there are no messages, the last one is an assistant's, or a tool speaks first.
+            EncodingError: there are no messages, one stands where the version has no place for it, or the version does
+                not know the effort or format.
         """
-        return self._encode(_prompt_pieces(messages, effort, tools))
+        how = self._rendering(effort, tools, response_format=response_format, tool_choice=tool_choice)
+        return self._encode(prompt_pieces(messages, how))
 
     def encode_conversation(
-        self, messages: Sequence[Message], effort: ReasoningEffort = "non-think", tools: Sequence[ToolSpec] = ()
+        self,
+        messages: Sequence[Message],
+        effort: ReasoningEffort = "non-think",
+        tools: Sequence[ToolSpec] = (),
+        *,
+        response_format: ResponseFormat | None = None,
     ) -> EncodedConversation:
         """The ids of a finished conversation and which of them are trained: every assistant's, its calls included.
 
@@ -100,16 +170,19 @@ class ChatEncoding:
         the last turn `encode_prompt` of the other messages is a prefix of the ids, and all behind it is trained.
 
         Raises:
-            EncodingError: the last message is not an assistant's, or the one before it is missing or an assistant's.
+            EncodingError: the last message is not an assistant's finished one, or as `encode_prompt`.
         """
         token_ids: list[int] = []
         trained_mask: list[bool] = []
         in_answer = is_opener_next = False
-        for text, is_control in _conversation_pieces(messages, effort, tools):
+        for text, is_control in _conversation_pieces(
+            messages, self._rendering(effort, tools, response_format=response_format)
+        ):
             ids = [self._tokenizer.control_id(text)] if is_control else self._tokenizer.encode(text)
+            is_given = is_control and text in _GIVEN  # asks a quick instruction: the answer begins behind it
             token_ids += ids
-            trained_mask += [in_answer] * len(ids)
-            if is_opener_next:  # THINK or END_THINK: the last token that the assistant is given
+            trained_mask += [in_answer and not is_given] * len(ids)
+            if is_opener_next or is_given:  # THINK or END_THINK: the last token that the assistant is given
                 is_opener_next, in_answer = False, True
             elif is_control:
                 is_opener_next = text == ASSISTANT
@@ -128,121 +201,101 @@ class ChatEncoding:
         """
         if not results:
             raise EncodingError("an observation holds no result; give the text that answers each call.")
-        turn = (
-            Message(role="user", content=""),
-            Message(role="assistant", content=""),
-            *(Message(role="tool", content=result) for result in results),
-        )
-        pieces = list(_rendered(turn, effort, ()))
-        return self._encode(iter(pieces[pieces.index((EOS, True)) + 1 :]))
+        return self._encode(observation_pieces(results, self._rendering(effort)))
 
     def decode_turn(self, token_ids: Sequence[int]) -> str:
         """The text that sampled ids say: up to the first EOS, other control tokens by their spelling."""
+        return self._tokenizer.decode(self._said(token_ids))
+
+    def read_turn(
+        self, token_ids: Sequence[int], effort: ReasoningEffort, *, is_call_begun: bool = False
+    ) -> AssistantTurn:
+        """What sampled ids say. Other than `parse_turn` of their text, it tells a control token from its spelling in
+        plain text: the spelling is text, and a control token that has no place in a turn is a problem.
+
+        Args:
+            token_ids: of one turn; what follows the first EOS is left away.
+            effort: of the prompt.
+            is_call_begun: whether the prompt had `tool_choice="required"`.
+
+        Invariants: never raises; time linear in the ids; evaluates nothing.
+        """
+        pieces = self._tokenizer.decode_pieces(self._said(token_ids))
+        guard = _unused_character("".join(text for text, _ in pieces))
+        turn = parse_turn(
+            "".join(text if is_control else _guarded(text, guard) for text, is_control in pieces),
+            effort,
+            is_call_begun=is_call_begun,
+        )
+        turn = _unguarded(turn, guard)
+        num_thinks = 0 if effort == "non-think" or is_call_begun else 1
+        for text, is_control in pieces:
+            if is_control and text == END_THINK and num_thinks:
+                num_thinks = 0
+            elif is_control and text != DSML and turn.problem is None:
+                sentence = f"the control token {text} stands in the turn"
+                return msgspec.structs.replace(turn, calls=(), problem=sentence, problem_kind=Problem.CONTROL_TOKEN)
+        return turn
+
+    def _said(self, token_ids: Sequence[int]) -> list[int]:
         eos_id = self._tokenizer.eos_id
         ids = list(token_ids)
-        return self._tokenizer.decode(ids[: ids.index(eos_id)] if eos_id in ids else ids)
+        return ids[: ids.index(eos_id)] if eos_id in ids else ids
 
-    def _encode(self, pieces: _Pieces) -> list[int]:
+    def _rendering(
+        self,
+        effort: ReasoningEffort,
+        tools: Sequence[ToolSpec] = (),
+        *,
+        response_format: ResponseFormat | None = None,
+        tool_choice: ToolChoice = "auto",
+    ) -> Rendering:
+        return Rendering(
+            version=self._version,
+            effort=effort,
+            tools=tuple(tools),
+            response_format=response_format,
+            tool_choice=tool_choice,
+        )
+
+    def _encode(self, pieces: Sequence[Piece]) -> list[int]:
         token_ids: list[int] = []
         for text, is_control in pieces:
             token_ids += [self._tokenizer.control_id(text)] if is_control else self._tokenizer.encode(text)
         return token_ids
 
 
-def _conversation_pieces(messages: Sequence[Message], effort: ReasoningEffort, tools: Sequence[ToolSpec]) -> _Pieces:
-    """Yield a finished conversation in order: the prompt of its last turn, then what the assistant says in it."""
-    if not messages or messages[-1].role != "assistant":
+def _conversation_pieces(messages: Sequence[Message], how: Rendering) -> list[Piece]:
+    """A finished conversation in order: the prompt of its last turn, then what the assistant says in it."""
+    if not messages or messages[-1].role != "assistant" or messages[-1].prefix:
         raise EncodingError(
             "a conversation to learn from must end with an assistant's message; this one does not. Add the answer."
         )
     *history, answer = messages
-    yield from _prompt_pieces(history, effort, tools)
-    if effort != "non-think":
-        yield answer.reasoning, False
-        yield END_THINK, True
-    yield from _content_pieces(answer)
-    yield EOS, True
+    if answer.task is not None:
+        raise EncodingError(f"the last message has task {answer.task!r}, which nothing answers. Add the answer.")
+    return [*prompt_pieces(history, how), *answer_pieces(answer, how, history[-1])]
 
 
-def _content_pieces(answer: Message) -> _Pieces:
-    """Yield what an assistant says behind its reasoning, its calls included."""
-    if not answer.tool_calls:
-        yield answer.content, False
-        return
-    turn = (
-        Message(role="user", content=""),
-        Message(role="assistant", content=answer.content, tool_calls=answer.tool_calls),
-        Message(role="user", content=""),
+def _unused_character(text: str) -> str:
+    """A character that does not occur in `text`, from those that mean nothing."""
+    used = set(text)
+    return next(character for character in map(chr, range(0xE000, 0x110000)) if character not in used)
+
+
+def _guarded(text: str, guard: str) -> str:
+    """Plain text in which the parser finds no control token."""
+    for spelling in (DSML, END_THINK):
+        text = re.sub(f"{spelling[0]}(?={re.escape(spelling[1:])})", spelling[0] + guard, text)
+    return text
+
+
+def _unguarded(turn: AssistantTurn, guard: str) -> AssistantTurn:
+    calls = [msgspec.structs.replace(call, arguments=call.arguments.replace(guard, "")) for call in turn.calls]
+    return msgspec.structs.replace(
+        turn,
+        reasoning=turn.reasoning.replace(guard, ""),
+        content=turn.content.replace(guard, ""),
+        calls=tuple(calls),
+        problem=None if turn.problem is None else turn.problem.replace(guard, ""),
     )
-    pieces = list(_rendered(turn, "non-think", ()))
-    yield from pieces[pieces.index((ASSISTANT, True)) + 2 : pieces.index((EOS, True))]
-
-
-def _prompt_pieces(messages: Sequence[Message], effort: ReasoningEffort, tools: Sequence[ToolSpec]) -> _Pieces:
-    """Yield the rendered prompt in order, each piece with whether it is one control token."""
-    if not messages or messages[-1].role == "assistant":
-        raise EncodingError(
-            "a prompt must end with a user's, a system's or a tool's message, for the assistant to answer; this one "
-            "does not. Drop the last turn or add a question."
-        )
-    for before, message in zip((None, *messages), messages, strict=False):
-        if message.role == "tool" and (before is None or before.role not in ("assistant", "tool")):
-            raise EncodingError(
-                "a message of role 'tool' follows no assistant's; it answers a call of the turn before it. Put it "
-                "behind the assistant's message with the call."
-            )
-    if tools or effort == "non-think" or not any(message.tool_calls for message in messages):
-        yield from _rendered(messages, effort, tools)
-        return
-    # DeepSeek keeps reasoning where tools are listed. Here none shall be listed, so the head comes from a rendering
-    # without tools and the turns from one with a tool that nobody sees.
-    for with_tools in (False, True):
-        pieces = list(_rendered(messages, effort, (_UNSEEN_TOOL,) if with_tools else ()))
-        first_turn = pieces.index((USER, True))
-        yield from pieces[first_turn:] if with_tools else pieces[:first_turn]
-
-
-_UNSEEN_TOOL = ToolSpec(name="unseen", description="", parameters={})
-
-
-def _rendered(messages: Sequence[Message], effort: ReasoningEffort, tools: Sequence[ToolSpec]) -> _Pieces:
-    """Yield deepseek-recipe's rendering in order."""
-    conversation = deepseek_recipe.Conversation(
-        [_convert(message, effort) for message in messages],
-        thinking_mode=effort != "non-think",
-        reasoning_effort=None if effort == "non-think" else effort,
-        tools=[deepseek_recipe.ToolDefinition(tool.name, tool.description, tool.parameters) for tool in tools],
-    )
-    rendered = deepseek_recipe.DeepseekV4Encoding().render_conversation(conversation)
-    prompt = rendered.prompt
-    position = 0
-    for start, end in rendered.special_ranges:
-        if position < start:
-            yield prompt[position:start], False
-        yield prompt[start:end], True
-        position = end
-    if position < len(prompt):
-        yield prompt[position:], False
-
-
-def _convert(message: Message, effort: ReasoningEffort) -> deepseek_recipe.Message:
-    try:
-        match message.role:
-            case "system":
-                return deepseek_recipe.SystemMessage(message.content)
-            case "user":
-                return deepseek_recipe.UserMessage(message.content)
-            case "tool":
-                return deepseek_recipe.ToolMessage(message.content)
-            case "assistant":
-                calls = [deepseek_recipe.ToolCall("", call.name, call.arguments) for call in message.tool_calls]
-                # Empty reasoning is reasoning: in a thinking mode the turn closes it behind its opener.
-                reasoning = None if effort == "non-think" else message.reasoning
-                return deepseek_recipe.AssistantMessage(
-                    message.content, reasoning_content=reasoning, tool_calls=calls or None
-                )
-    except UnicodeEncodeError as error:
-        raise EncodingError(
-            f"character {error.start} of a message of role {message.role!r} is a lone surrogate; text must be valid "
-            "Unicode. Decode its source again."
-        ) from error

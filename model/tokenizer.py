@@ -10,6 +10,7 @@ it does not flag ids 128800 to 128845 as special, so an ordinary encoder turns t
 stand.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -117,6 +118,7 @@ class Tokenizer:
             plain.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
             self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain, ensure_ascii=False))
             self._control_ids: dict[str, int] = {entry["content"]: entry["id"] for entry in added}
+            self._spellings = {id_: spelling for spelling, id_ in self._control_ids.items()}
         except Exception as error:  # the tokenizers library raises bare Exception
             raise TokenizerError(
                 f"tokenizer.json cannot be read ({error}); it must be a byte-level BPE saved by the tokenizers library."
@@ -208,6 +210,16 @@ class Tokenizer:
         vocabulary give nothing.
         """
         return self._whole.decode(token_ids, skip_special_tokens=False)
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> list[tuple[str, bool]]:
+        """The text of `token_ids` in order, cut at control tokens: each text with whether it is one control token, by
+        its spelling. Otherwise as `decode`.
+        """
+        pieces: list[tuple[str, bool]] = []
+        for spelling, group in itertools.groupby(token_ids, self._spellings.get):
+            ids = list(group)
+            pieces += [(self.decode(ids), False)] if spelling is None else [(spelling, True)] * len(ids)
+        return pieces
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Tokenizer:

@@ -178,7 +178,9 @@ class _Columns:
 
     def _messages(self, column: str, value: list[object], row: int) -> tuple[Message, ...]:
         try:
-            return msgspec.convert([_without_nulls(one) for one in value], tuple[Message, ...])
+            messages = msgspec.convert([_without_nulls(one) for one in value], tuple[Message, ...])
+            _check_fields(messages)
+            return messages
         except msgspec.ValidationError as error:
             raise self.fault(
                 f"column {column!r} is no list of messages: {error}. Each has a role, one of system, user, assistant"
@@ -312,6 +314,21 @@ class ParquetRows:
                 f"column {answer!r} has the type {kind}; it must be a string or an integer. Convert it, or set"
                 " answer_column"
             )
+
+
+def _check_fields(messages: tuple[Message, ...]) -> None:
+    """Refuse what a message may have but a row may not."""
+    for message in messages:
+        if message.role in ("latest_reminder", "developer"):
+            raise msgspec.ValidationError(f"Invalid enum value {message.role!r}")
+        unused = {
+            "id": any(call.id for call in message.tool_calls),
+            "tool_call_id": message.tool_call_id,
+            "task": message.task,
+            "prefix": message.prefix,
+        }
+        for field in (field for field, value in unused.items() if value):
+            raise msgspec.ValidationError(f"Object contains unknown field `{field}`")
 
 
 def _without_nulls(message: Any) -> Any:
