@@ -44,8 +44,8 @@ VERBS: dict[str, Verb] = {
     ),
     "plan": Verb(
         "rollforward.model.plan",
-        "rollforward.model.plan:PlanRun",
-        "sizes of a model, and who updates what on which rank",
+        "rollforward.model.plan_config:PlanRun",
+        "sizes of a model, memory, traffic and what fits on given GPUs",
     ),
 }
 """The commands, in the order that --help lists them. The root YAML of a verb has the verb's name."""

@@ -3,6 +3,8 @@
 Not proven here: that decode on it equals prefill (parity/test_bit_contract.py); who owns slots and blocks (rollout/).
 """
 
+import dataclasses
+
 import msgspec
 import pytest
 import torch
@@ -19,7 +21,7 @@ from rollforward.model.cache import (
     window_slots,
 )
 from rollforward.model.config import preset
-from rollforward.model.plan import make_plan
+from rollforward.model.plan_model import cache_plan
 from rollforward.model.segments import Segment, SegmentBatch
 from tests.helpers.tiny import tiny_config
 
@@ -93,14 +95,26 @@ def test_bytes_are_the_published_ones():
     assert round(cache_bytes(preset("pro"), packed=True).per_token) == 5031
 
 
-@pytest.mark.parametrize("name", ["flash", "pro", "tiny"])
-@pytest.mark.parametrize("multiple", [1, 3])
-def test_bytes_of_the_planes_are_those_that_plan_says(name: str, multiple: int):
+@pytest.mark.parametrize("name", ["flash", "pro", "mini", "tiny"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_bytes_of_the_planes_are_those_that_plan_says(name: str, packed: bool):
     config = preset(name)
-    plan, planes = make_plan(config), cache_bytes(config, packed=True, block_multiple=multiple)
-    assert planes.per_token == pytest.approx(plan.kv_bytes_per_token, rel=1e-12)
-    assert planes.window == plan.window_bytes_per_sequence
-    assert planes.state == plan.state_bytes_per_sequence
+    planned, planes = cache_plan(config, packed=packed), cache_bytes(config, packed=packed)
+    assert dataclasses.asdict(planes) == msgspec.structs.asdict(planned)
+    assert planned.per_token == planes.per_token
+    assert planned.per_token == cache_bytes(config, packed=packed, block_multiple=3).per_token
+    tokens = 3 * planes.block_tokens
+    assert [planned.of_sequence(n) for n in (0, 1, tokens, tokens + 1)] == [
+        planes.of_sequence(n) for n in (0, 1, tokens, tokens + 1)
+    ]
+
+
+@pytest.mark.parametrize("name", ["mini", "tiny"])
+def test_plan_says_what_storage_takes(name: str):
+    """Slots and blocks of a real cache, as the CPU holds them."""
+    config, planned = preset(name), cache_plan(preset(name), packed=False)
+    storage = allocate_cache(config, num_slots=2, num_blocks=5)
+    assert sum(plane.nbytes for plane in storage.values()) == 2 * planned.per_sequence + 5 * planned.padded_block
 
 
 @pytest.mark.parametrize("multiple", [1, 2])
