@@ -228,7 +228,7 @@ class Completion(ArrayRecord, frozen=True, kw_only=True, eq=False):
     kept: KeptSets | None = None
     """[T] sets that the tokens were drawn from; None where all were drawn from the whole vocabulary."""
     policy_version: int
-    """Weight version that sampled it."""
+    """Weight version that sampled it; the oldest one if several did."""
     stop_reason: StopReason
     """Why it ended."""
     failure: FailureType | None = None

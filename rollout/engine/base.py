@@ -48,8 +48,8 @@ class Engine(Protocol):
         a returned completion is durable.
 
         Raises:
-            EngineInputError: a request that can never be served, or that the log holds with another prompt, seed or
-                sampling; nothing was started.
+            EngineInputError: a request that can never be served, that was asked for before in this life, or that the
+                log holds with another prompt, seed or sampling; nothing was started.
             EngineError: no weights are loaded, or an earlier call raised after it had started.
             WalWriteError, WalFencedError: the log failed; nothing more may be published by this replica.
             PausedError: ``pause`` was called.

@@ -40,6 +40,7 @@ from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, replace_file
 
 _PLANES_SUFFIX = ".safetensors"
 _MANIFEST_SUFFIX = ".json"
+_UNKNOWN_VERSION = -1
 _OUR_NAME = re.compile(r"(?P<stem>[\w-]+\.a\d+\.[0-9a-f]{8})(?P<suffix>(\.safetensors|\.json)(\.tmp)?)")
 
 
@@ -208,7 +209,8 @@ class KvStore:
 
         Returns:
             The manifest's name, for the log's KV_SAVED record; None where longer states fill the budget or the disk
-            refuses, which is counted and leaves the directory as it was.
+            refuses, which is counted. What the request had saved before is there still; shorter states of others may
+            have made room for one that the disk then refused.
         """
         data, manifest = encode_state(
             planes,
@@ -288,6 +290,10 @@ class KvStore:
 
     def discard_older(self, policy_version: int) -> None:
         """Remove what weights before these computed."""
+        for stem, kept in self._kept.items():
+            if kept.policy_version == _UNKNOWN_VERSION:
+                # A damaged manifest stays for the request that may still ask for it, and no longer.
+                self._kept[stem] = kept._replace(policy_version=policy_version)
         self._remove_where(lambda kept: kept.policy_version < policy_version)
 
     def _load(
@@ -353,8 +359,9 @@ class KvStore:
                 continue
             manifest = decode_manifest(self._read(stem + _MANIFEST_SUFFIX) or b"")
             if manifest is None:
-                # Stays until its request is loaded, which counts it, or closed.
-                kept[stem] = _Kept(stem.split(".")[0], -1, 0, 0)
+                # Stays until its request is loaded, which counts it, or closed; its planes take room.
+                num_bytes = _size(self.directory / (stem + _PLANES_SUFFIX))
+                kept[stem] = _Kept(stem.split(".")[0], _UNKNOWN_VERSION, 0, num_bytes)
             else:
                 kept[stem] = _Kept(manifest.request, manifest.policy_version, manifest.num_cached, manifest.file_bytes)
         return kept
@@ -383,6 +390,13 @@ class KvStore:
     def _count(self, **more: int) -> None:
         stats = self._stats
         self._stats = msgspec.structs.replace(stats, **{name: getattr(stats, name) + n for name, n in more.items()})
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _unlink_quietly(path: Path) -> None:

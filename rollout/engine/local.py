@@ -91,6 +91,7 @@ class LocalEngine:
         self._checks_integrity = checks_integrity
         self._paused = threading.Event()
         self._is_generating = False  # stays true where generate raised
+        self._taken: set[RequestId] = set()  # asked for before, of the steps that are still asked for
         self._last_seq = -1  # of the newest record appended
         self._closed: list[Sequence] = []
         self._calling: list[tuple[int, Sequence]] = []  # seq that ends the turn in the log, whose turn calls
@@ -169,6 +170,8 @@ class LocalEngine:
         self._stop_if_paused()
         self._scheduler.reserve(max((request.max_tokens for request in requests), default=0))
         self._is_generating = True
+        oldest = min((request.id.step for request in requests), default=0)
+        self._taken = {one for one in self._taken if one.step >= oldest} | {request.id for request in requests}
         done: dict[RequestId, Completion] = {}
         for request in requests:
             taken = self._logged.take(request, version)
@@ -187,7 +190,7 @@ class LocalEngine:
                 self.check_integrity()
         if self._closed:
             self._log.wait_durable(max(sequence.close_seq for sequence in self._closed))
-        done |= {sequence.request.id: sequence.completion(version) for sequence in self._closed}
+        done |= {sequence.request.id: sequence.completion() for sequence in self._closed}
         self._is_generating = False
         return [done[request.id] for request in requests]
 
@@ -217,8 +220,11 @@ class LocalEngine:
                     f"request {request.id} uses the tools of task {request.tools.task}, but this engine has none."
                     " Give the replica an environment"
                 )
-            if request.id in seen:
-                raise EngineInputError(f"request {request.id} was given twice; an identity is sampled once")
+            if request.id in seen or request.id in self._taken:
+                raise EngineInputError(
+                    f"request {request.id} was given twice; an identity is sampled once. What became of it is in the"
+                    " log: a new replica answers from there"
+                )
             seen.add(request.id)
             self._scheduler.check(request)
             self._logged.check(request)

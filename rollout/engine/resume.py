@@ -87,7 +87,7 @@ class LoggedRequests:
         self._forget(request.id)
         self._count(answered=1, tokens=sequence.num_sampled)
         sequence.stop_reason, sequence.failure = held.close.stop_reason, held.close.failure
-        return sequence.completion(held.version_spans[0].policy_version)
+        return sequence.completion()
 
     def restore(self, sequence: Sequence, policy_version: int) -> KvState | None:
         """Return the saved key-values from which a sequence goes on, or None where it is to be prefilled.

@@ -402,3 +402,5 @@ def _check_place(sequence: Sequence, is_running: bool, owned: tuple[int, ...] | 
         raise EngineError(f"{name} has blocks {sequence.blocks}; slot {sequence.slot} owns {owned}")
     elif sequence.num_cached > len(sequence.blocks) * block_tokens:
         raise EngineError(f"{name} has {sequence.num_cached} tokens in {len(sequence.blocks)} blocks")
+    elif (len(sequence.blocks) - 1) * block_tokens >= len(sequence.token_ids):
+        raise EngineError(f"{name} has {len(sequence.blocks)} blocks for {len(sequence.token_ids)} tokens")

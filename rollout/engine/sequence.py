@@ -77,6 +77,8 @@ class Sequence:
 
     request: Request
     """What was asked."""
+    policy_version: int
+    """Weights that drew its first token, or will."""
     token_ids: list[int]
     """Prompt, sampled tokens and observations in order."""
     behavior_logprobs: list[float] = field(default_factory=list[float])
@@ -118,7 +120,7 @@ class Sequence:
     def fresh(cls, request: Request, *, attempt: int = 0) -> "Sequence":
         """Return the state of a request of which nothing is sampled."""
         routes = RouteLog() if request.record_routes else None
-        return cls(request, request.prompt_ids.tolist(), routes=routes, attempt=attempt)
+        return cls(request, request.policy_version, request.prompt_ids.tolist(), routes=routes, attempt=attempt)
 
     @classmethod
     def resumed(cls, request: Request, held: RecoveredRequest) -> "Sequence":
@@ -131,6 +133,7 @@ class Sequence:
             observed.append((start, end))
         return cls(
             request,
+            held.version_spans[0].policy_version if len(held.token_ids) else request.policy_version,
             held.sequence()[0].tolist(),
             held.behavior_logprobs.tolist(),
             observed=observed,
@@ -184,7 +187,7 @@ class Sequence:
         self.observed.append((start, len(self.token_ids)))
         self.is_observing = False
 
-    def completion(self, policy_version: int) -> Completion:
+    def completion(self) -> Completion:
         """Return the finished request's record."""
         assert self.stop_reason is not None, "only a closed sequence is delivered"
         num_prompt = self.request.prompt_ids.size
@@ -201,7 +204,7 @@ class Sequence:
             behavior_logprobs=logprobs,
             routes=None if self.routes is None else self.routes.padded(len(self.token_ids)),
             kept=self._kept_sets(sampled_mask) if self.request.sampling.cuts_vocabulary else None,
-            policy_version=policy_version,
+            policy_version=self.policy_version,
             stop_reason=self.stop_reason,
             failure=self.failure,
             detail=self.detail,

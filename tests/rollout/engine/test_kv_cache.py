@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollforward.kernels.loss.logprob import token_logprob
-from rollforward.model.cache import block_tokens
+from rollforward.model.cache import block_tokens, cache_bytes
 from rollforward.model.config import CompressRates, ModelConfig
 from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.model.routing import Routing
@@ -27,6 +27,7 @@ from rollforward.model.transformer import Transformer, packed_batch
 from rollforward.model.weights import build_weights
 from rollforward.rollout.engine.kv_store import KvStore
 from rollforward.rollout.engine.local import LocalEngine
+from rollforward.rollout.engine.pool import CachePool
 from rollforward.rollout.engine.sampler import draw_tokens, kept_mask, signed_seed
 from rollforward.rollout.environment import Observation
 from rollforward.rollout.errors import EngineError, EngineInputError, PausedError
@@ -210,6 +211,41 @@ def test_a_cache_for_one_serves_all(
     stats = _run(packed, undisturbed, everything).cache_stats()
     assert stats.preemptions > 2
     assert (stats.prefix_hits > 2) == prefix_sharing
+
+
+def test_a_sequence_takes_the_bytes_that_the_layout_says(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    """Of real storage, slot and blocks, after every step; model/cache.py's account is that of the published layouts."""
+    engine, log = _open(tmp_path, packed, max_batch_requests=6, prefix_sharing=False)
+    says = cache_bytes(CONFIG, packed=False)
+    lengths: set[int] = set()
+
+    def measure() -> None:
+        storage = engine._forward.storage
+        for sequence in engine._scheduler.opened:
+            if sequence.slot >= 0 and sequence.num_missing == 1:
+                taken = sum(
+                    plane[list(sequence.blocks) if name.endswith("entries") else [sequence.slot]].nbytes
+                    for name, plane in storage.items()
+                )
+                assert taken == says.of_sequence(sequence.num_cached)
+                lengths.add(sequence.num_cached)
+
+    engine.check_integrity = measure  # type: ignore[method-assign]
+    with log:
+        assert engine.generate(_requests()) == undisturbed
+    assert {length % BLOCK for length in lengths} == set(range(BLOCK))
+    assert max(lengths) > 4 * BLOCK
+
+
+def test_a_block_too_many_is_found(packed: dict[str, PackedTensor], tmp_path: Path) -> None:
+    engine, log = _open(tmp_path, packed)
+    grow = CachePool.grow
+    with log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CachePool, "grow", lambda pool, slot, tokens: grow(pool, slot, tokens + BLOCK))
+        with pytest.raises(EngineError, match="blocks for"):
+            engine.generate(_requests()[:1])
 
 
 def test_later_members_and_other_prompts_start_behind_what_is_kept(

@@ -211,6 +211,25 @@ def test_a_state_of_older_weights_is_not_used(
     assert [one.token_ids.tolist() for one in completions] == [one.token_ids.tolist() for one in undisturbed]
     assert (stats.kv_restored, stats.kv_missing) == (0, stats.resumed)
     assert stats.prefilled_tokens > 0
+    # Begun under 1 and ended under 2: the oldest counts, also for whoever asks a process after this one.
+    assert {one.policy_version for one in completions} == {1}
+    last = [msgspec.structs.replace(request, policy_version=3) for request in newer]
+    engine, log = open_engine(directory, packed, version=3, model_config=CONFIG, environment=_environment())
+    with log:
+        assert engine.generate(last) == completions
+
+
+def test_a_damaged_manifest_is_counted_as_damage(
+    packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
+) -> None:
+    directory = tmp_path / "engine-0"
+    _, num_saved, _ = _go_on(directory, packed, _requests(), steps=12)
+    for path in store_of(directory, CONFIG).directory.glob("*.json"):
+        path.write_bytes(path.read_bytes().replace(b"1", b"3", 1))
+    completions, _, stats = _go_on(directory, packed, _requests())
+    assert completions == undisturbed
+    assert (stats.kv_restored, stats.kv_damaged, stats.kv_missing) == (0, num_saved, 0)
+    assert list(store_of(directory, CONFIG).directory.iterdir()) == []
 
 
 @pytest.mark.parametrize(("index", "steps", "ahead"), [(1, 5, 0), (1, 5, 1), (0, 0, -30)])

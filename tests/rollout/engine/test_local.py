@@ -282,6 +282,25 @@ def test_misuse_is_named_before_anything_starts(packed: dict[str, PackedTensor],
     assert recover(tmp_path).requests == {}
 
 
+def test_what_was_delivered_is_not_sampled_again_by_the_same_process(
+    packed: dict[str, PackedTensor], tmp_path: Path
+) -> None:
+    """Whoever lost an answer and asks again gets it from a new opening of the log; here it would be drawn again."""
+    requests = make_requests([4, 5])
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        (first,) = engine.generate(requests[:1])
+        with pytest.raises(EngineInputError, match="given twice"):
+            engine.generate(requests)
+        engine.generate(requests[1:])
+    assert [held.num_openings for held in recover(tmp_path).requests.values()] == [1, 1]
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        assert engine.generate(requests)[0] == first
+        with pytest.raises(EngineInputError, match="given twice"):
+            engine.generate(requests[:1])
+
+
 def test_a_request_of_another_run_is_refused(packed: dict[str, PackedTensor], tmp_path: Path) -> None:
     engine, log = open_engine(tmp_path, packed)
     with log:
