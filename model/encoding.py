@@ -42,30 +42,13 @@ from rollforward.model.encoding_render import (
     observation_pieces,
     prompt_pieces,
 )
-from rollforward.model.encoding_version import (
-    APRIL,
-    ENCODING_FILE,
-    LATER,
-    EncodingVersion,
-    encoding_file,
-    find_encoding_version,
-)
+from rollforward.model.encoding_version import ENCODING_FILE, LATER, EncodingVersion, find_encoding_version
 from rollforward.model.errors import EncodingError
 from rollforward.model.messages import Message, ReasoningEffort, ResponseFormat, ToolChoice
 from rollforward.model.tokenizer import ASSISTANT, DSML, END_THINK, EOS, Tokenizer
 from rollforward.sandbox.types import ToolSpec
 
-__all__ = [
-    "APRIL",
-    "ENCODING_FILE",
-    "LATER",
-    "ChatEncoding",
-    "EncodedConversation",
-    "EncodingVersion",
-    "encoding_file",
-    "find_encoding_version",
-    "plain_texts",
-]
+__all__ = ["ENCODING_FILE", "ChatEncoding", "EncodedConversation", "plain_texts"]
 
 _GIVEN = frozenset(TASK_TOKENS.values())
 

@@ -110,6 +110,11 @@ def _check_pair(before: Message | None, message: Message, version: EncodingVersi
         )
     if before is None:
         return
+    if before.tool_calls and message.role == "assistant":
+        raise EncodingError(
+            "an assistant's message follows one with tool_calls, whose results are missing. Put them between, each as a"
+            " message of role 'tool'."
+        )
     if before.prefix:
         raise EncodingError("a message follows one with prefix; only the last turn is continued. Drop prefix.")
     if before.task is not None and message.role != "assistant":

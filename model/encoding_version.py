@@ -83,6 +83,14 @@ def encoding_file(version: EncodingVersion) -> bytes:
     return (json.dumps({"encoding": version.name}) + "\n").encode()
 
 
+def encoding_files(model_dir: Path) -> dict[str, bytes]:
+    """What states a model directory's version, for a directory that is derived from it: name to content; empty where
+    nothing does.
+    """
+    version = find_encoding_version(model_dir)
+    return {} if version is None else {ENCODING_FILE: encoding_file(version)}
+
+
 def find_encoding_version(model_dir: Path) -> EncodingVersion | None:
     """The version that a model directory states; None where it states none, which stands for `LATER`.
 

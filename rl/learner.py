@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.config import load_model_config
+from rollforward.model.encoding_version import encoding_files
 from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.model.scoring import ScoringBatch, target_logprobs
@@ -72,7 +73,7 @@ class Learner:
         model_dir = Path(settings.model_dir)
         self._model_config = load_model_config(model_dir / "config.json")
         named = read_checkpoint(model_dir, self._model_config)
-        self._tokenizer = (model_dir / TOKENIZER_NAME).read_bytes()
+        self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
         self._trainer = Trainer(
             self._model_config,
             named,
@@ -141,7 +142,7 @@ class Learner:
             policy_version,
             self._model_config,
             self._trainer.published(),
-            extra_files={TOKENIZER_NAME: self._tokenizer},
+            extra_files=self._files,
         )
 
     def save(self, directory: Path) -> None:

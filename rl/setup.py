@@ -6,10 +6,12 @@ from pathlib import Path
 
 import msgspec
 
+from rollforward.conf import console
 from rollforward.model.assignment import muon_assignments
 from rollforward.model.checkpoint_headers import check_entries, scan_checkpoint
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.encoding import ChatEncoding
+from rollforward.model.encoding_version import ENCODING_FILE, LATER, EncodingVersion, find_encoding_version
 from rollforward.model.errors import ConfigError
 from rollforward.model.tokenizer import Tokenizer
 from rollforward.model.train_config import HybridMuon, OptimConfig
@@ -60,7 +62,8 @@ def load_parts(
 
     Raises:
         ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
-        ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
+        ConfigError, TokenizerError, EncodingError, CheckpointError: a file of the model directory is absent, unusable
+            or changed.
         TaskError: a task cannot be built as configured.
         ToolError, EnvironmentConfigError: a tool cannot be offered, or its task leaves no room for answers.
         SandboxUnavailableError: this machine cannot isolate tools.
@@ -86,11 +89,18 @@ def load_parts(
         )
     check_entries(scan_checkpoint(model_dir), config)
     check_manifest(model_dir, config)
-    encoding = ChatEncoding(tokenizer)
+    encoding = ChatEncoding(tokenizer, _encoding_version(model_dir))
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     tasks = build_tasks(task_configs)
     environment = _environment(model_dir, task_configs, sandbox)
     return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=tasks, environment=environment)
+
+
+def _encoding_version(model_dir: Path) -> EncodingVersion:
+    version = find_encoding_version(model_dir)
+    if version is None:
+        console.say(f"{model_dir} has no {ENCODING_FILE}: conversations are encoded as in {LATER.name} and later")
+    return version or LATER
 
 
 def check_learner(config: ModelConfig, optim: OptimConfig, learner_ranks: int) -> None:

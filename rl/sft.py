@@ -15,6 +15,7 @@ from rollforward.conf import console
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group, new_rendezvous
+from rollforward.model.encoding_version import ENCODING_FILE, LATER, encoding_file, encoding_files
 from rollforward.model.init import fresh_params
 from rollforward.model.metrics import metric_values
 from rollforward.model.tokenizer import train_tokenizer
@@ -111,7 +112,7 @@ class SFTLoop:
             sampling=SamplingParams(max_new_tokens=run.max_answer_tokens, temperature=run.eval.temperature),
             run_seed=run.seed,
         )
-        self._tokenizer = (model_dir / TOKENIZER_NAME).read_bytes()
+        self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
 
     def run(self) -> tuple[TaskAccuracy, ...]:
         """Do what is left of the run; the model is written to ``run_dir/model``. Returns the final accuracy."""
@@ -167,8 +168,9 @@ class SFTLoop:
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         """Publish the policy after ``step`` steps and answer the held-out questions with the engine."""
         root = self._run_dir / WEIGHTS_NAME
-        files = {TOKENIZER_NAME: self._tokenizer}
-        manifest = publish_weights(root, step, self._parts.model_config, self._trainer.published(), extra_files=files)
+        manifest = publish_weights(
+            root, step, self._parts.model_config, self._trainer.published(), extra_files=self._files
+        )
         replica = Replica(
             "eval",
             self._run_dir / "wal" / "eval",
@@ -200,6 +202,6 @@ def _fresh_model(start: FreshModel, run: SFTRun, run_dir: Path) -> Path:
             eos_token_id=tokenizer.eos_id,
         )
         named = fresh_params(config, seed=start.seed)
-        files = {TOKENIZER_NAME: tokenizer.serialized.encode()}
+        files = {TOKENIZER_NAME: tokenizer.serialized.encode(), ENCODING_FILE: encoding_file(LATER)}
         write_checkpoint(directory, config, named, precision="fp32", extra_files=files)
     return directory

@@ -22,7 +22,6 @@ import numpy as np
 
 from rollforward.model.dsml import parse_turn
 from rollforward.model.encoding import ChatEncoding
-from rollforward.model.tokenizer import Tokenizer
 from rollforward.rollout.environment import EnvironmentConfig, Observation, TaskTools, failed_observation
 from rollforward.rollout.errors import EnvironmentConfigError
 from rollforward.rollout.types import Int32Array, Request, RequestId
@@ -189,10 +188,10 @@ def build_environment(config: EnvironmentConfig) -> ToolEnvironment:
 
     Raises:
         EnvironmentConfigError: see ``ToolEnvironment``.
-        TokenizerError: the model directory has no usable tokenizer.
+        TokenizerError, EncodingError: the model directory has no usable tokenizer or names an unknown encoding.
         SandboxError: this machine cannot run the sandbox, or a tool cannot be loaded.
     """
-    encoding = ChatEncoding(Tokenizer.load(Path(config.model_dir)))
+    encoding = ChatEncoding.load(Path(config.model_dir))
     sets = dict.fromkeys(task.tools for task in config.tasks.values())
     with ExitStack() as started:  # one that fails to start leaves none behind
         runners = {tools: started.enter_context(FunctionSandbox(config.sandbox, tools)) for tools in sets}
