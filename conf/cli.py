@@ -119,9 +119,9 @@ def _options(arguments: list[str]) -> tuple[list[str], bool]:
 _OTHERS: dict[str, str] = {
     "resume": """rollforward resume RUN_DIR [cluster.KEY=VALUE ...] [--cfg job]: go on with an interrupted run
 
-It goes on with exactly its settings; only where it works may change: cluster.address, cluster.num_cpus,
-cluster.learner_ranks, and optim.zero_size and optim.max_padding of hybrid_muon. NAME.cluster.KEY is for one run of a
-recipe. The weights at the end are the same.
+It goes on with exactly its settings; only where it works may change: all of cluster but
+learner_threads, and optim.zero_size and optim.max_padding of hybrid_muon. NAME.cluster.KEY is for one run of a recipe.
+The weights at the end are the same.
 
 RUN_DIR is what run_dir named, a recipe's directory too; runs that are finished are kept, the rest is done in order.
 A run's own directory inside a recipe's goes on up to that run. --cfg job prints the settings and does nothing.""",

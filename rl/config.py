@@ -21,6 +21,8 @@ from rollforward.sandbox.config import SandboxConfig
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0.0)]
+Resources = dict[str, Annotated[float, msgspec.Meta(gt=0.0)]]
 
 
 class FreshModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="fresh"):
@@ -46,19 +48,49 @@ class CheckpointModel(
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where Ray works, and what it may use there."""
 
-    may_change: ClassVar[frozenset[str]] = frozenset({"address", "num_cpus", "learner_ranks"})
+    may_change: ClassVar[frozenset[str]] = frozenset(
+        {
+            "address",
+            "num_cpus",
+            "learner_ranks",
+            "replica_resources",
+            "learner_resources",
+            "learner_heartbeat_timeout_s",
+            "rank_timeout_s",
+        }
+    )
     """Fields that may differ when a run directory goes on: nothing that is computed depends on them."""
 
     address: str | None = None
     """A running cluster, as `ray.init` takes it ("auto", "HEAD:6379"). null is the cluster of the Ray job that this
-    process is the driver of, and otherwise a local one, which is started and ends with the run."""
+    process is the driver of, and otherwise a local one, which is started and ends with the run. One of its nodes must
+    be on this machine, and all must see run_dir; the source tree here, if it is one, is sent to them."""
     num_cpus: PositiveInt = 2
     """Cores of the local cluster that is started."""
+    replica_resources: Resources = {}
+    """Ray resources that a replica's node must have free, and so where replicas may be: {rollout: 1} is for nodes that
+    were started with `--resources='{"rollout": 1}'`. None: any node. Only for a cluster that is joined."""
+    learner_resources: Resources = {}
+    """The same for each rank of the learner."""
     learner_ranks: PositiveInt = 1
     """Data-parallel ranks of the learner, one process each; they share the micro-batches of a step. A power of two."""
     learner_threads: PositiveInt = 2
     """CPU threads of a rank; it computes while the engines wait. A run keeps them: torch divides the sum of a large
     tensor by threads, and its last bit with it."""
+    learner_heartbeat_timeout_s: PositiveSeconds = 60.0
+    """Seconds without a sign of life from a rank, while it is waited for, after which it is killed and the run ends
+    with its name. Longer than a machine that is only busy keeps it from answering."""
+    rank_timeout_s: PositiveSeconds = 1800.0
+    """Seconds that a rank waits in a collective operation for another that gives signs of life but does not come; then
+    the run ends. Longer than one rank's pass over its micro-batches takes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be joined."""
+        if self.address is not None and "://" in self.address:
+            raise ValueError(
+                f"cluster.address is {self.address}; the run needs a node of the cluster on this machine, and no proxy."
+                " Set HEAD:6379 there, or give the run to the cluster with `rollforward submit`"
+            )
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

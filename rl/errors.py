@@ -56,8 +56,13 @@ class CheckpointWriteError(RLError, RuntimeError):
     on from the checkpoint before, on another machine or disk."""
 
 
+class ClusterError(RLError, ValueError):
+    """The cluster that the configuration names cannot be joined, or a local one cannot have what is asked of it. Stop
+    before anything is trained; the message has the way out."""
+
+
 class LostProcessError(RLError, RuntimeError):
-    """A process of the run died. The run ends with a non-zero exit code; the same command goes on."""
+    """A process of the run died or hangs. The run ends with a non-zero exit code; the same command goes on."""
 
 
 class ProbabilityMismatchError(RLError, RuntimeError):

@@ -14,20 +14,21 @@ import ray
 from ray.exceptions import RayActorError
 
 from rollforward.conf import console
-from rollforward.conf.load import is_ray_job, library_environment
+from rollforward.conf.load import library_environment
 from rollforward.model.distributed import new_rendezvous
 from rollforward.rl.actors import LearnerActor, LearnerPool
 from rollforward.rl.answers import ANSWERS_NAME
-from rollforward.rl.config import ClusterConfig, RLRun
+from rollforward.rl.config import RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
+from rollforward.rl.placement import Patience, join_cluster
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.setup import Parts, check_learner, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.actors import RolloutActor
 from rollforward.rollout.drain_file import DRAIN_NAME, DrainFile
-from rollforward.rollout.placement import RayHost
+from rollforward.rollout.placement import RayHost, placement_options
 from rollforward.rollout.supervisor import Supervisor
 from rollforward.rollout.weights import WEIGHTS_NAME, version_directory
 
@@ -53,7 +54,7 @@ def main(run: RLRun) -> int:
     with losses_named(), ExitStack() as stack:
         tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
         stack.callback(ray.shutdown)  # before init, which starts processes one after another
-        _join_cluster(run.cluster)
+        join_cluster(run.cluster)
         # Ray's own handler aborts the process and closes nothing; an orderly end is an interruption like Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         rollout, learner = _place(run, parts, run_dir, model_dir)
@@ -69,14 +70,6 @@ def main(run: RLRun) -> int:
     return 0
 
 
-def _join_cluster(cluster: ClusterConfig) -> None:
-    """Connect to the cluster that the configuration or a Ray job names, or start a local one."""
-    if cluster.address is None and not is_ray_job():
-        ray.init(num_cpus=cluster.num_cpus, include_dashboard=False, configure_logging=False, log_to_driver=False)
-    else:
-        ray.init(cluster.address, configure_logging=False, log_to_driver=False)
-
-
 @contextmanager
 def losses_named() -> Generator[None]:
     """Says in a line which process of the run died, where Ray says it in a page.
@@ -89,7 +82,13 @@ def losses_named() -> Generator[None]:
     except RayActorError as error:
         if error.actor_init_failed:
             raise
-        facts = dict(re.findall(r"^\s*(class_name|pid): (\w+)$", str(error), flags=re.MULTILINE))
+        facts = dict(re.findall(r"^\s*(class_name|pid|ip): ([\w.:]+)$", str(error), flags=re.MULTILINE))
+        if "node has died" in str(error):
+            raise LostProcessError(
+                f"{facts.get('class_name', 'an actor')} died with its node ({facts.get('ip', 'of unknown address')});"
+                " what was durable is kept. `rollforward resume` with the run's directory goes on, on nodes that are"
+                " left"
+            ) from error
         raise LostProcessError(
             f"{facts.get('class_name', 'an actor')} (pid {facts.get('pid', 'unknown')}) died; what was durable is kept."
             " The kernel ends a process when memory runs out (see dmesg): then lower micro_batch_tokens. `rollforward"
@@ -102,14 +101,17 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Su
     environment = {"env_vars": library_environment()}
     names = [f"engine-{index}" for index in range(run.rollout.engines)]
     host = RayHost(
-        lambda index: RolloutActor.options(num_cpus=0, runtime_env=environment).remote(
+        lambda index: RolloutActor.options(
+            **placement_options(run.cluster.replica_resources), runtime_env=environment
+        ).remote(
             names[index],
             run_dir / "wal" / names[index],
             parts.model_config,
             run.precision,
             run.rollout,
             parts.environment,
-        )
+        ),
+        run.cluster.replica_resources,
     )
     drain_file = DrainFile(run_dir / DRAIN_NAME, names, announce=console.say)
     rollout = Supervisor(host, names, run.rollout, notices=drain_file.read, announce=console.say)
@@ -126,11 +128,15 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Su
     )
     rendezvous = new_rendezvous(run_dir)
     num_ranks = run.cluster.learner_ranks
+    asked = run.cluster.learner_resources
     learners = [
-        LearnerActor.options(num_cpus=0, runtime_env=environment).remote(rank, num_ranks, rendezvous)
+        LearnerActor.options(**placement_options(asked), runtime_env=environment).remote(
+            rank, num_ranks, rendezvous, run.cluster.rank_timeout_s
+        )
         for rank in range(num_ranks)
     ]
-    return rollout, LearnerPool(learners, settings)
+    patience = Patience(start_s=run.rollout.start_timeout_s, silent_s=run.cluster.learner_heartbeat_timeout_s)
+    return rollout, LearnerPool(learners, settings, patience, asked)
 
 
 def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, seconds: float) -> None:

@@ -36,14 +36,48 @@ _GONE = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, OutO
 _NO_PLACE = (ActorUnschedulableError, ActorPlacementGroupRemoved, LocalRayletDiedError)
 
 
+class ActorProcess:
+    """An actor's process. States: starting -> met (`met`: it is known) -> ended (`kill`)."""
+
+    def __init__(self, actor: Any) -> None:
+        """Keep the handle of an actor that is being created."""
+        self._actor = actor
+        self._descriptor: int | None = None
+        self.pid: int | None = None
+        self.node: str | None = None
+
+    def met(self, beat: Beat) -> None:
+        """Hold on to the process where it is of this machine: a descriptor names it even when its number is reused."""
+        self.node, self.pid = beat.node, beat.pid
+        if beat.node == ray.get_runtime_context().get_node_id():
+            try:
+                self._descriptor = os.pidfd_open(beat.pid)
+            except ProcessLookupError:
+                self._descriptor = None
+
+    def kill(self) -> None:
+        """End the process: by SIGKILL from here where it can be, which a stopped process cannot outlast, and by Ray,
+        whose node sends the SIGKILL after 5 s."""
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            os.close(self._descriptor)
+            self._descriptor = None
+        ray.kill(self._actor, no_restart=True)
+
+
 class RayWorker:
-    """One actor. States: starting -> met (`met`: its process is known) -> ended (`kill`)."""
+    """One replica's actor."""
 
     def __init__(self, actor: Any) -> None:
         """Keep the handle of a ``RolloutActor`` that is being created."""
         self._actor = actor
-        self._process: int | None = None
-        self.node: str | None = None
+        self._process = ActorProcess(actor)
+
+    @property
+    def node(self) -> str | None:
+        """Where it is, once it was met."""
+        return self._process.node
 
     def beat(self) -> object:
         """See ``Worker``."""
@@ -86,30 +120,20 @@ class RayWorker:
         return self._actor.close.remote()
 
     def met(self, beat: Beat) -> None:
-        """Hold on to the process where it is of this machine: a descriptor names it even when its number is reused."""
-        self.node = beat.node
-        if beat.node == ray.get_runtime_context().get_node_id():
-            try:
-                self._process = os.pidfd_open(beat.pid)
-            except ProcessLookupError:
-                self._process = None
+        """See ``Worker``."""
+        self._process.met(beat)
 
     def kill(self) -> None:
-        """End the process: by SIGKILL from here where it can be, which a stopped process cannot outlast, and by Ray."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            os.close(self._process)
-            self._process = None
-        ray.kill(self._actor, no_restart=True)
+        """See ``Worker``."""
+        self._process.kill()
 
 
 class RayHost:
     """The cluster that the driver is connected to."""
 
-    def __init__(self, create: Callable[[int], Any]) -> None:
-        """Keep how a replica's actor is created, given its index."""
-        self._create = create
+    def __init__(self, create: Callable[[int], Any], resources: Mapping[str, float] | None = None) -> None:
+        """Keep how a replica's actor is created, given its index, and which resources that asks of a node."""
+        self._create, self._resources = create, dict(resources or {})
 
     def start(self, index: int) -> Worker:
         """See ``Host``."""
@@ -143,6 +167,44 @@ class RayHost:
             for name, worker in workers.items()
             if isinstance(worker, RayWorker) and worker.node is not None and worker.node in deadlines_ms
         }
+
+    def lacking(self) -> str | None:
+        """See ``Host``."""
+        return lacking(self._resources, what="a replica", key="cluster.replica_resources")
+
+
+def placement_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return options of an actor that needs these resources of its node, CPU and GPU among them, and no others."""
+    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    return {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "resources": custom,
+        "scheduling_strategy": "SPREAD",
+    }
+
+
+def lacking(resources: Mapping[str, float], *, what: str, key: str) -> str | None:
+    """Return what no node of the cluster has, used or not, and the way out; None where one has all of it.
+
+    A node that is being drained takes nobody any more and is not counted.
+    """
+    draining = cluster_state.get_draining_nodes()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+    if any(all(node["Resources"].get(name, 0) >= amount for name, amount in resources.items()) for node in nodes):
+        return None
+    needed = ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
+    here = "; ".join(f"{node['NodeManagerAddress']} ({_own(node['Resources'])})" for node in nodes)
+    return (
+        f"no node of the cluster has {{{needed}}}, which {key} asks for {what}. Nodes that are up and not drained:"
+        f" {here or 'none'}. Add a node that has it (`ray start --address=HEAD:6379 --resources=...`), or set {key}"
+    )
+
+
+def _own(resources: Mapping[str, float]) -> str:
+    """What a person gave a node."""
+    shown = {name: amount for name, amount in resources.items() if ":" not in name and "memory" not in name}
+    return ", ".join(f"{name}: {amount:g}" for name, amount in shown.items()) or "no resources"
 
 
 def _describe(error: Exception) -> str:

@@ -64,8 +64,8 @@ class _Awaited:
     call: object
     limit_s: float | None = None
     """Seconds that the answer may take; None where signs of life alone decide."""
-    overdue: RolloutError | None = None
-    """What is thrown into the steps after the limit; None is for a process that hangs."""
+    overdue: Callable[[], RolloutError] | None = None
+    """Says what is thrown into the steps after the limit; None is for a process that hangs."""
 
 
 _Steps = Generator[_Awaited, None, Any]
@@ -248,11 +248,7 @@ class Supervisor:
             replica.worker = self._host.start(replica.index)
         worker = replica.worker
         if not replica.is_met:
-            limit_s = self._config.start_timeout_s
-            late = WorkerLostError(
-                f"no process came up within {limit_s:g} s (rollout.start_timeout_s): there is no room, or it hangs"
-            )
-            worker.met((yield from self._answer(worker.beat(), limit_s, late)))
+            worker.met((yield from self._answer(worker.beat(), self._config.start_timeout_s, self._absence)))
             replica.is_met = True
         if not replica.is_open:
             yield from self._answer(worker.open())
@@ -292,7 +288,18 @@ class Supervisor:
         self._end(replica)
         replica.failures = _counted(replica.failures, "engine_drained")
 
-    def _answer(self, call: object, limit_s: float | None = None, overdue: RolloutError | None = None) -> _Steps:
+    def _absence(self) -> RolloutError:
+        """Why no process came up in time; where none can, asking again is of no use."""
+        late = f"no process came up within {self._config.start_timeout_s:g} s (rollout.start_timeout_s): "
+        if (lacking := self._host.lacking()) is None:
+            return WorkerLostError(late + "there is no room, or it hangs")
+        return RolloutLostError(
+            f"{late}{lacking}. What is durable is kept: `rollforward resume` with the run's directory goes on then"
+        )
+
+    def _answer(
+        self, call: object, limit_s: float | None = None, overdue: Callable[[], RolloutError] | None = None
+    ) -> _Steps:
         """The steps to the answer of one call."""
         yield _Awaited(call, limit_s, overdue)
         return self._host.result(call)
@@ -413,7 +420,8 @@ class Supervisor:
         task.waited_s += elapsed_s
         limit_s = task.awaited.limit_s
         if limit_s is not None and task.waited_s > limit_s:
-            task.go(task.awaited.overdue or _HungError(f"no answer within {limit_s:.0f} s"))
+            overdue = task.awaited.overdue
+            task.go(_HungError(f"no answer within {limit_s:.0f} s") if overdue is None else overdue())
         elif replica.is_met:
             replica.silent_s += elapsed_s
             if replica.silent_s > self._config.heartbeat_timeout_s:

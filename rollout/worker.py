@@ -84,6 +84,10 @@ class Host(Protocol):
         """
         ...
 
+    def lacking(self) -> str | None:
+        """Return what no place that is left has and a process needs, with the way out; None where one has it."""
+        ...
+
     def notices(self, workers: Mapping[str, Worker]) -> Notices:
         """Return which of these processes are somewhere that is being taken away."""
         ...

@@ -16,7 +16,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": ("conf",),
     "model": ("model", "kernels", "sandbox.types", "conf.errors", "conf.console"),
     "rollout": ("rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console"),
-    "rl": ("rl", "rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console", "conf.load"),
+    "rl": ("rl", "rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console", "conf.load", "conf.wheel"),
     "distill": ("distill", "rl", "rollout", "model", "kernels", "sandbox", "conf.errors", "conf.console", "conf.load"),
 }
 # The configuration's leaves, below everything; the command line is above everything and imported by nobody.
@@ -26,6 +26,7 @@ CONF: dict[str, tuple[str, ...]] = {
     "conf/schema.py": (),
     "conf/load.py": ("conf.errors", "conf.schema"),
     "conf/run_dir.py": ("conf.errors", "conf.schema"),
+    "conf/wheel.py": ("conf.errors", "conf.load"),
     "conf/recipe.py": ("conf.errors", "conf.schema", "conf.load"),
 }
 # library -> files that may import it.
@@ -33,6 +34,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "ray": (
         "*/actors.py",
         "rollout/placement.py",
+        "rl/placement.py",
         "rl/train.py",
         "rl/evaluate.py",
         "distill/train.py",

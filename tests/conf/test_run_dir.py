@@ -111,7 +111,15 @@ def test_what_may_change_of_the_real_runs() -> None:
         },
         RLRun,
     )
-    cluster = ["cluster.address", "cluster.learner_ranks", "cluster.num_cpus"]
+    cluster = [
+        "cluster.address",
+        "cluster.learner_heartbeat_timeout_s",
+        "cluster.learner_ranks",
+        "cluster.learner_resources",
+        "cluster.num_cpus",
+        "cluster.rank_timeout_s",
+        "cluster.replica_resources",
+    ]
     assert sorted(movable_keys(run)) == [*cluster, "optim.max_padding", "optim.zero_size"]
     assert sorted(movable_keys(msgspec.structs.replace(run, optim=AdamW(lr=1.0)))) == cluster
 

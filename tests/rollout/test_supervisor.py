@@ -212,6 +212,7 @@ class World:
         self.drained: list[tuple[int, int, float]] = []
         self.said: list[str] = []
         self.node_leaves: dict[tuple[int, int], float | None] = {}
+        self.lacks: str | None = None
 
     def start(self, index: int) -> Worker:
         life = sum(process.index == index for process in self.processes)
@@ -237,6 +238,9 @@ class World:
 
     def result(self, call: Any) -> Any:
         return call.result()
+
+    def lacking(self) -> str | None:
+        return self.lacks
 
     def notices(self, workers: Mapping[str, Worker]) -> dict[str, float | None]:
         lives = {name: (int(name[-1]), worker.life) for name, worker in workers.items() if isinstance(worker, Process)}
@@ -442,6 +446,21 @@ def test_without_a_place_the_run_ends(tmp_path: Path) -> None:
     with pytest.raises(RolloutLostError, match=r"engine-0 was lost 4 times.*no process came up within 60 s.*no room"):
         supervisor.generate(REQUESTS)
     assert 7 + 3 * 60 <= world.now_s - start_s < 7 + 3 * 60 + 4 * 3
+
+
+def test_where_nothing_left_could_host_a_replica_nobody_asks_twice(tmp_path: Path) -> None:
+    world = World()
+    for life in range(1, 9):
+        world.faults[0, life] = {"seconds": {"beat": 1e9}}
+    supervisor = supervise(world, tmp_path)
+    supervisor.load_weights(publish(tmp_path, 1))
+    world.processes[0].dies_s = world.now_s + 7
+    world.lacks = "no node has {rollout: 1}. Add one"
+    start_s = world.now_s
+    with pytest.raises(RolloutLostError, match=r"within 60 s .*no node has \{rollout: 1\}. Add one. .*resume"):
+        supervisor.generate(REQUESTS)
+    assert (world.lives(0), world.lives(1)) == (2, 1)
+    assert 7 + 60 <= world.now_s - start_s < 7 + 60 + 4 * 3
 
 
 def test_a_process_that_hangs_before_it_is_up_is_replaced(tmp_path: Path) -> None:
