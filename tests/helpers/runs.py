@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from rollforward.model.checkpoint import write_checkpoint
-from rollforward.model.config import preset
+from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
+from rollforward.model.config import load_model_config, preset
 from rollforward.model.init import fresh_params
-from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
+from rollforward.model.tokenizer import DSML, Tokenizer, TokenizerConfig, train_tokenizer
 from rollforward.rl.config import RLRun
 from rollforward.rl.controller import Controller
 from rollforward.rl.conversations import tokenizer_texts
@@ -72,6 +72,20 @@ def write_model(directory: Path, *, seed: int = 0) -> Path:
     files = {"tokenizer.json": tokenizer.serialized.encode()}
     write_checkpoint(directory, config, fresh_params(config, seed=seed), precision="fp32", extra_files=files)
     return directory
+
+
+def write_calling_model(directory: Path) -> Path:
+    """The same, in a directory beside, with ends of turns and the marker of calls standing out among the tokens: turns
+    end, and most of them call, malformed."""
+    plain = write_model(directory)
+    tokenizer, config = Tokenizer.load(plain), load_model_config(plain / "config.json")
+    params = dict(read_checkpoint(plain, config))
+    params["head.weight"] = params["head.weight"].clone()
+    params["head.weight"][[tokenizer.eos_id, tokenizer.control_id(DSML)]] *= 20
+    calling = plain.with_name("calling")
+    files = {"tokenizer.json": tokenizer.serialized.encode()}
+    write_checkpoint(calling, config, params, precision="fp32", extra_files=files)
+    return calling
 
 
 class HashScored:

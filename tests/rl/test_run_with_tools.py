@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
-from rollforward.model.config import load_model_config
-from rollforward.model.tokenizer import DSML, Tokenizer
 from rollforward.rl.controller import RunOutcome
 from rollforward.rollout.wal_recovery import recover
 from rollforward.rollout.weights import read_published, version_directory
 from tests.helpers.crashes import CrashError, crash_at
-from tests.helpers.runs import TASK, build_controller, small_run, write_model
+from tests.helpers.runs import TASK, build_controller, small_run, write_calling_model
 
 CHANGES: dict[str, Any] = {
     "tasks": [{**TASK, "tools": [{"name": "calculator"}], "max_observation_tokens": 96, "list_tools": False}],
@@ -32,15 +29,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    plain = write_model(tmp_path_factory.mktemp("models") / "plain")
-    tokenizer, config = Tokenizer.load(plain), load_model_config(plain / "config.json")
-    params = dict(read_checkpoint(plain, config))
-    params["head.weight"] = params["head.weight"].clone()
-    params["head.weight"][[tokenizer.eos_id, tokenizer.control_id(DSML)]] *= 20
-    calling = plain.with_name("calling")
-    files = {"tokenizer.json": tokenizer.serialized.encode()}
-    write_checkpoint(calling, config, params, precision="fp32", extra_files=files)
-    return calling
+    return write_calling_model(tmp_path_factory.mktemp("models") / "plain")
 
 
 def _finish(run_dir: Path, model_dir: Path, **changes: Any) -> tuple[RunOutcome, dict[str, str]]:
