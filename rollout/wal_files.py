@@ -111,6 +111,7 @@ class EpochClaim:
         try:
             for home in directories:
                 home.mkdir(parents=True, exist_ok=True)
+                _sync_parents(home)
                 locks.append(_lock(home / LOCK_NAME, takeover=takeover))
             epoch, identity = _next_epoch(directories, stream)
             # The identity of the log stands where a segment has its first seq.
@@ -140,6 +141,19 @@ class EpochClaim:
         """Gives the locks back; safe to call twice."""
         while self._locks:
             os.close(self._locks.pop())
+
+
+def _sync_parents(home: Path) -> None:
+    """Makes a directory's own name durable, and those of the directories that it lies in: whoever made them did not."""
+    device = os.stat(home).st_dev
+    for parent in home.resolve().parents:
+        try:
+            if os.stat(parent).st_dev != device:
+                return
+            sync_directory(parent)
+        except OSError:
+            # Not readable for us, so not made by us.
+            continue
 
 
 def _next_epoch(directories: tuple[Path, ...], stream: str) -> tuple[int, int]:

@@ -74,11 +74,6 @@ class RecoveredRequest(ArrayRecord, frozen=True, kw_only=True, eq=False):
         """Whether it is to go on from its last token."""
         return self.close is None and self.damage is None
 
-    @property
-    def budget_left_tokens(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.request.sampling.max_new_tokens - len(self.token_ids)
-
     def sequence(self) -> tuple[Int32Array, BoolArray]:
         """Returns prompt, sampled tokens and observations in order, and a mask that is True where the policy drew.
 

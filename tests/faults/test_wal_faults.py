@@ -133,15 +133,15 @@ def test_a_failed_sync_ends_the_writer_although_the_next_would_succeed(
 
 
 @pytest.mark.parametrize(
-    "fault", ["pwrite64:when=75", "fsync:when=6", "link:when=2", "unlink:when=3", "ftruncate:when=1"]
+    "fault", ["pwrite64:when=75", "fsync:when=30", "link:when=2", "unlink:when=3", "ftruncate:when=1"]
 )
 def test_a_failure_in_a_rotation_ends_the_writer(tmp_path: Path, fault: str) -> None:
     """A segment of 4,096 bytes holds some 70 tokens; the numbers are beyond what the opening thread calls."""
     call, when = fault.split(":")
     settings = '{"segment_bytes": 4096}'
-    outcome = run(tmp_path / "log", 600, f"{call}:error=EIO:{when}", settings=settings)
+    outcome = run(tmp_path / "log", 3000, f"{call}:error=EIO:{when}", settings=settings)
     assert_failed(outcome, "Input/output error")
-    assert 60 < len(outcome.published) < 599
+    assert 60 < len(outcome.published) < 2999
     if call != "unlink":
         assert sum("(INJECTED)" in line for line in outcome.calls) == 1
     assert_goes_on(tmp_path / "log", outcome.published, settings=settings)
@@ -156,6 +156,17 @@ def test_a_write_of_which_the_kernel_swallowed_a_part_is_counted_as_damage(tmp_p
     assert log.scan.damaged_bytes == 56
     again = run(tmp_path / "log", 0)
     assert again.last == "closed"
+
+
+def test_the_directories_of_a_log_are_durable_before_a_token_leaves(tmp_path: Path) -> None:
+    """A power cut must not take the directory that a durable file lies in: whoever made the run's directories did not
+    sync them."""
+    home = tmp_path / "runs" / "a" / "wal" / "engine-0"
+    home.parent.mkdir(parents=True)
+    outcome = run(home, 0, "fsync:delay_exit=1")
+    assert outcome.last == "closed"
+    for directory in (home, *home.parents[:4]):
+        assert any(f"<{directory}>)" in line for line in outcome.calls), directory
 
 
 def test_a_full_disk_ends_the_writer_and_says_what_to_do(tmp_path: Path) -> None:

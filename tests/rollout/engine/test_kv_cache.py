@@ -218,12 +218,13 @@ def test_a_sequence_takes_the_bytes_that_the_layout_says(
 ) -> None:
     """Of real storage, slot and blocks, after every step; model/cache.py's account is that of the published layouts."""
     engine, log = _open(tmp_path, packed, max_batch_requests=6, prefix_sharing=False)
+    inside: Any = engine
     says = cache_bytes(CONFIG, packed=False)
     lengths: set[int] = set()
 
     def measure() -> None:
-        storage = engine._forward.storage
-        for sequence in engine._scheduler.opened:
+        storage = inside._forward.storage
+        for sequence in inside._scheduler.opened:
             if sequence.slot >= 0 and sequence.num_missing == 1:
                 taken = sum(
                     plane[list(sequence.blocks) if name.endswith("entries") else [sequence.slot]].nbytes
