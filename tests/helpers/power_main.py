@@ -4,7 +4,7 @@ A line of JSON says what the log held: as `rollforward wal verify` counts it bef
 `open_log` gave it back. Then `a N` for every acknowledgement: events below N are durable, by the writer's own word.
 
 Builds: "product"; broken on purpose: "no_sync" syncs nothing, "no_flush" hands its pages to the drive and does not wait
-for the drive's cache, "early" acknowledges what it has only queued.
+for the drive's cache, "no_names" never syncs a directory, "early" acknowledges what it has only queued.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollforward.rollout import wal_files, wal_segments
 from rollforward.rollout.types import Request, RequestId, SamplingParams, StopReason
 from rollforward.rollout.wal import WalWriter, open_log
 from rollforward.rollout.wal_records import WalConfig
@@ -42,6 +43,9 @@ def run(command: dict[str, Any], say: Say) -> None:
     """
     directory = Path(command["directory"])
     config = msgspec.convert(command["config"], WalConfig)
+    if command["build"] == "no_names":
+        # The process is this build's own.
+        wal_files.sync_directory = wal_segments.sync_directory = lambda directory: None
     told = summarise(directory, mirror_dir=config.mirror_dir)
     writer, recovered = open_log(directory, stream="engine-0", config=config, sync=_SYNCS[command["build"]])
     held = {identity.step: held for identity, held in recovered.requests.items()}
@@ -152,6 +156,7 @@ def _to_the_drive(descriptor: int) -> None:
 
 _SYNCS: dict[str, Callable[[int], None]] = {
     "product": os.fdatasync,
+    "no_names": os.fdatasync,
     "early": os.fdatasync,
     "no_sync": lambda descriptor: None,
     "no_flush": _to_the_drive,

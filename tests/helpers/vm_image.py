@@ -172,7 +172,7 @@ def _entries(kernel: Kernel, program: Program) -> Iterator[tuple[str, _Entry]]:
     """(absolute name, entry) of everything in the image; files of this machine keep their places."""
     interpreter = Path(sys.executable).resolve()
     # Set-up's own import hooks are of this machine alone.
-    modules = [name for name, _ in program.modules if not name.startswith(("_distutils", "__"))]
+    modules = sorted(name for name, _ in program.modules if not name.startswith(("_distutils", "__")))
     init = f"#!{interpreter} -IS\n{(ROOT / 'tests/helpers/vm_init.py').read_text(encoding='utf-8')}"
     manifest = {
         "modules": modules,
