@@ -179,8 +179,20 @@ def _heard(turn: Sequence[Message], before: Sequence[Message], how: Rendering) -
             yield from _head([system], msgspec.structs.replace(how, effort="non-think"))[1:]
         case _:
             calls = Message(role="assistant", content="", tool_calls=before[-1].tool_calls)
+            if how.version.joins_empty_texts:
+                yield USER, True
+                yield "\n\n".join(_blocks(turn, calls)), False
+                return
             pieces = _rendered([calls, *turn], Rendering())
             yield from pieces[pieces.index((USER, True)) : _last(pieces, ASSISTANT)]
+
+
+def _blocks(turn: Sequence[Message], calls: Message) -> Iterator[str]:
+    """Yield the text of each block of a user's turn, results in the order of the calls."""
+    order = {call.id: index for index, call in enumerate(calls.tool_calls) if call.id}
+    for message in sorted(turn, key=lambda one: (one.role != "tool", order.get(one.tool_call_id, 0))):
+        pieces = _rendered([message], Rendering())
+        yield "".join(text for text, _ in pieces[pieces.index((USER, True)) + 1 : _last(pieces, ASSISTANT)])
 
 
 def _said(answer: Message, how: Rendering, *, is_thinking: bool) -> Iterator[Piece]:

@@ -34,6 +34,8 @@ class EncodingVersion(msgspec.Struct, frozen=True, kw_only=True):
     """Whether there is a text that asks for any JSON object; a schema can always be asked for."""
     pads_empty_call: bool
     """Whether a call without arguments holds an empty line."""
+    joins_empty_texts: bool
+    """Whether a user's empty text beside another is a block as any other; otherwise it is left out."""
 
 
 LATER: Final = EncodingVersion(
@@ -43,6 +45,7 @@ LATER: Final = EncodingVersion(
     has_developer=False,
     has_json_object=True,
     pads_empty_call=False,
+    joins_empty_texts=False,
 )
 """0731 and later releases."""
 
@@ -53,6 +56,7 @@ APRIL: Final = EncodingVersion(
     has_developer=True,
     has_json_object=False,
     pads_empty_call=True,
+    joins_empty_texts=True,
 )
 """The first release, of 24 April 2026."""
 
