@@ -1,67 +1,121 @@
 """Checkpoints in the official layout: reading (files -> canonical tensors) and atomic writing.
 
 A checkpoint is a folder with `config.json` and either one `*.safetensors` file or shards with
-`model.safetensors.index.json`. Tensors are read one canonical tensor at a time through memory maps; plain BF16 or FP32
-is accepted wherever the official file has another float format.
+`model.safetensors.index.json`. One stored tensor is in memory at a time; plain BF16 or FP32 is accepted wherever the
+official file has another float format.
 
-What does not live here: header checks (`checkpoint_headers.py`), names and shapes (`shapes.py`), packing
-(`precision.py`), building a model (`weights.py`).
+What does not live here: header checks (`checkpoint_headers.py`), files (`safetensors_stream.py`), folders
+(`checkpoint_writer.py`), names and shapes (`shapes.py`), packing (`precision.py`), other layouts (`convert.py`),
+building a model (`weights.py`).
 """
 
-import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from rollforward.kernels.quant.formats import E2M1, E4M3, SCALE_NAN
 from rollforward.model.checkpoint_headers import (
     ACCEPTED_DTYPES,
     FORMAT_OF_DTYPE,
-    INDEX_NAME,
-    StoredEntry,
     check_entries,
+    load_checkpoint_config,
     name_some,
     scan_checkpoint,
 )
-from rollforward.model.config import ModelConfig, config_json, load_model_config
+from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, json_bytes, refuse_existing
+from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import CheckpointError
 from rollforward.model.precision import PackedTensor, pack_published, unpack_published
-from rollforward.model.shapes import TensorSpec, is_stacked_expert, param_specs, scale_name, unstacked
+from rollforward.model.safetensors_stream import StoredEntry, TensorReader, sync_path
+from rollforward.model.shapes import (
+    TensorFormat,
+    TensorSpec,
+    is_stacked_expert,
+    param_specs,
+    scale_name,
+    stored_form,
+    unstacked,
+)
+
+__all__ = [
+    "iter_checkpoint",
+    "iter_stored",
+    "read_checkpoint",
+    "read_packed",
+    "read_stored",
+    "sync_path",
+    "write_checkpoint",
+    "write_stored",
+]
 
 _DTYPE_OF_FORMAT = {tensor_format: dtype for dtype, tensor_format in FORMAT_OF_DTYPE.items()}
 
+_CHECKED_ELEMENTS = 2**20
+"""How many elements are looked at together, since looking needs memory of its own."""
 
-class _Files:
-    """Open memory maps of a checkpoint's files; closed by the ExitStack that is handed in."""
 
-    def __init__(self, entries: Mapping[str, StoredEntry], stack: ExitStack) -> None:
-        self._entries = entries
-        self._stack = stack
-        self._handles: dict[Path, Any] = {}
+def iter_stored(directory: Path, config: ModelConfig) -> Iterator[tuple[TensorSpec, PackedTensor]]:
+    """Yield every tensor in its stored form, an expert's matrix by itself, one in memory at a time.
 
-    def tensor(self, name: str) -> torch.Tensor:
-        file = self._entries[name].file
-        try:
-            if file not in self._handles:
-                self._handles[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            return self._handles[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{name} cannot be read from {file}: {error}. Fetch it again.") from error
+    Args:
+        directory: the checkpoint's folder.
+        config: its model.
 
-    def packed(self, spec: TensorSpec) -> PackedTensor:
-        tensor_format = FORMAT_OF_DTYPE[self._entries[spec.name].dtype]
-        data = self.tensor(spec.name)
-        if tensor_format not in ("mxfp4", "fp8"):
-            return PackedTensor(format=tensor_format, data=data)
-        return PackedTensor(format=tensor_format, data=data, scale=self.tensor(scale_name(spec.name)).view(torch.uint8))
+    Yields:
+        (spec, packed) in the order of `tensor_specs`: packed.format is the format found in the file, which may be plain
+        where spec.format is not.
+
+    Raises:
+        CheckpointError: as `scan_checkpoint` and `check_entries`; non-finite values or scales; token-to-expert tables
+            with ids out of range or repeated; experts of one layer in different formats; scales that are no powers of
+            two.
+    """
+    entries = scan_checkpoint(directory)
+    check_entries(entries, config)
+    with TensorReader() as reader:
+        for param in param_specs(config):
+            for spec in unstacked(param):
+                yield spec, read_stored(reader, entries, spec, config)
+
+
+def read_stored(
+    reader: TensorReader, entries: Mapping[str, StoredEntry], spec: TensorSpec, config: ModelConfig
+) -> PackedTensor:
+    """Read and check one tensor of a checkpoint whose headers were checked.
+
+    Args:
+        reader: open files. entries: from `scan_checkpoint`. spec: of `tensor_specs`. config: the model.
+
+    Raises:
+        CheckpointError: as `iter_stored`.
+    """
+    tensor_format = FORMAT_OF_DTYPE[entries[spec.name].dtype]
+    scale = None
+    if tensor_format in ("mxfp4", "fp8"):
+        scale_entry = entries[scale_name(spec.name)]
+        scale = reader.read(scale_entry)
+        if scale_entry.dtype == "F32":
+            scale = _scale_bytes(scale_name(spec.name), scale)
+    packed = PackedTensor(format=tensor_format, data=reader.read(entries[spec.name]), scale=scale)
+    _check_values(spec, packed, config)
+    return packed
+
+
+def _scale_bytes(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """The bytes of scales that are stored as numbers: their exponents, if they have nothing else."""
+    bits = scale.view(torch.int32)
+    exponent = bits >> 23  # a negative one stays negative
+    wrong = (bits & 0x007FFFFF != 0) | (exponent <= 0) | (exponent >= SCALE_NAN)
+    if bool(wrong.any()):
+        raise CheckpointError(
+            f"{name} holds {float(scale[wrong][0])!r}; scales that are stored as numbers must be powers of two, since"
+            " the official layout has only their exponents. A checkpoint with other scales cannot be read without"
+            " changing its weights; store it as BF16, or quantise it anew with power-of-two scales."
+        )
+    return exponent.to(torch.uint8)
 
 
 def iter_checkpoint(directory: Path, config: ModelConfig) -> Iterator[tuple[TensorSpec, PackedTensor]]:
@@ -72,33 +126,29 @@ def iter_checkpoint(directory: Path, config: ModelConfig) -> Iterator[tuple[Tens
         config: its model.
 
     Yields:
-        (spec, packed): packed.format is the format found in the file, which may be plain where spec.format is not.
+        (spec, packed): as `iter_stored`, with a layer's experts stacked.
 
     Raises:
-        CheckpointError: as `scan_checkpoint` and `check_entries`; non-finite values or scales; token-to-expert tables
-            with ids out of range or repeated; experts of one layer in different formats.
+        CheckpointError: as `iter_stored`.
     """
-    entries = scan_checkpoint(directory)
-    check_entries(entries, config)
-    with ExitStack() as stack:
-        files = _Files(entries, stack)
-        for param in param_specs(config):
-            parts = [files.packed(spec) for spec in unstacked(param)]
-            packed = _stack_experts(param, parts) if is_stacked_expert(param.name) else parts[0]
-            _check_values(param, packed, config)
-            yield param, packed
-
-
-def _stack_experts(param: TensorSpec, parts: list[PackedTensor]) -> PackedTensor:
-    formats = {part.format for part in parts}
-    if len(formats) > 1:
-        raise CheckpointError(
-            f"{param.name}: experts are stored as {', '.join(sorted(formats))}; one layer's experts share a format. "
-            "Convert them to one."
+    stored = iter_stored(directory, config)
+    for param in param_specs(config):
+        if not is_stacked_expert(param.name):
+            yield param, next(stored)[1]
+            continue
+        # Filled as they are read, so that beside the stack there is one expert.
+        first = next(stored)[1]
+        stack = PackedTensor(
+            format=first.format,
+            data=first.data.new_empty((param.shape[0], *first.data.shape)),
+            scale=None if first.scale is None else first.scale.new_empty((param.shape[0], *first.scale.shape)),
         )
-    scales = [part.scale for part in parts if part.scale is not None]
-    data = torch.stack([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
-    return PackedTensor(format=parts[0].format, data=data, scale=torch.stack(scales) if scales else None)
+        for expert in range(param.shape[0]):
+            packed = first if expert == 0 else next(stored)[1]
+            stack.data[expert] = packed.data
+            if stack.scale is not None and packed.scale is not None:
+                stack.scale[expert] = packed.scale
+        yield param, stack
 
 
 def _check_values(param: TensorSpec, packed: PackedTensor, config: ModelConfig) -> None:
@@ -110,14 +160,16 @@ def _check_values(param: TensorSpec, packed: PackedTensor, config: ModelConfig) 
             raise CheckpointError(
                 f"{scale_name(param.name)} holds byte {largest}, {what}; scales are 0..{allowed}. Fetch it again."
             )
-    if packed.format == "fp8":
-        is_finite = bool(((data.view(torch.uint8) & 0x7F) != 0x7F).all())
-    else:
-        is_finite = not data.is_floating_point() or bool(torch.isfinite(data).all())
-    if not is_finite:
+    if not all(_is_finite(part) for part in data.view(-1).split(_CHECKED_ELEMENTS)):
         raise CheckpointError(f"{param.name} holds a value that is not finite. Fetch it again.")
     if param.format == "int64":
         _check_expert_ids(param.name, data, config.n_routed_experts)
+
+
+def _is_finite(data: torch.Tensor) -> bool:
+    if data.dtype == torch.float8_e4m3fn:
+        return bool(((data.view(torch.uint8) & 0x7F) != 0x7F).all())
+    return not data.is_floating_point() or bool(torch.isfinite(data).all())
 
 
 def _check_expert_ids(name: str, table_VK: torch.Tensor, num_experts: int) -> None:
@@ -143,13 +195,12 @@ def read_packed(directory: Path, config: ModelConfig | None = None) -> dict[str,
         config: its model; None reads the folder's config.json.
 
     Returns:
-        Canonical name -> published bytes, experts stacked. Other tensors may be memory maps of the files: treat them as
-        read-only, and never write into a checkpoint's files.
+        Canonical name -> published bytes in memory of their own, experts stacked.
 
     Raises:
         CheckpointError: as `iter_checkpoint`. ConfigError: the config.json is refused.
     """
-    config = load_model_config(directory) if config is None else config
+    config = load_checkpoint_config(directory) if config is None else config
     return {spec.name: packed for spec, packed in iter_checkpoint(directory, config)}
 
 
@@ -166,11 +217,10 @@ def read_checkpoint(directory: Path, config: ModelConfig | None = None) -> dict[
     Raises:
         CheckpointError: as `iter_checkpoint`. ConfigError: the config.json is refused.
     """
-    config = load_model_config(directory) if config is None else config
+    config = load_checkpoint_config(directory) if config is None else config
     values: dict[str, torch.Tensor] = {}
     for spec, packed in iter_checkpoint(directory, config):
-        value = unpack_published(packed)
-        values[spec.name] = value.clone() if value is packed.data else value
+        values[spec.name] = unpack_published(packed)
     return values
 
 
@@ -180,7 +230,7 @@ def write_checkpoint(
     named: Mapping[str, PackedTensor | torch.Tensor],
     *,
     precision: Literal["published", "fp32"] = "published",
-    max_shard_bytes: int = 2 * 2**30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a checkpoint in the official layout, whole or not at all.
@@ -191,43 +241,46 @@ def write_checkpoint(
     Args:
         directory: the target; must not exist, its parent must.
         config: the model; becomes config.json.
-        named: canonical name -> FP32 master (int64 for tid2eid) or published bytes, which are copied as they are. One
-            entry is looked up at a time, so a lazy mapping keeps memory small.
+        named: canonical name -> FP32 master (int64 for tid2eid) or published bytes, which are copied as they are. An
+            entry is looked up for its format, later for its contents, so a lazy mapping keeps memory small.
         precision: published quantises masters to the published formats; fp32 writes every float tensor plain.
-        max_shard_bytes: a shard is closed before it would exceed this; also the memory held while writing.
+        max_shard_bytes: a shard is closed before its data would exceed this.
         extra_files: file name -> contents, for what must arrive together with the weights (tokenizer, encoding).
 
     Raises:
         CheckpointError: the target exists; names are missing, unknown or mis-shaped; the disk refuses.
         NonFiniteError: a master holds NaN or infinity; names the tensor.
 
-    Invariants: the bytes depend on the arguments only.
+    Invariants: the bytes depend on the arguments only. Beside what `named` holds, one stored tensor is in memory.
     """
-    if directory.exists():
-        raise CheckpointError(
-            f"{directory} exists; a checkpoint is never overwritten. Choose another name or remove it."
-        )
+    refuse_existing(directory)
     specs = param_specs(config)
     _check_named(specs, named)
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
-        writer = _ShardWriter(partial, max_shard_bytes)
+    stored = {spec.name: _stored_spec(spec, named[spec.name], precision) for spec in specs}
+    groups = [stored_form(part) for spec in specs for part in unstacked(stored[spec.name])]
+    with CheckpointWriter(directory, groups, max_shard_bytes=max_shard_bytes) as writer:
         for spec in specs:
-            writer.add(spec, _packed_for(spec, named[spec.name], precision))
-        writer.finish()
-        _write_synced(partial / "config.json", _json_bytes(config_json(config)))
-        for name, contents in (extra_files or {}).items():
-            _write_synced(partial / name, contents)
-        sync_path(partial)
-        partial.rename(directory)
-        sync_path(directory.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{directory} cannot be written: {error}. Check the disk; nothing was published."
-        ) from error
+            value = named[spec.name]
+            _check_given(spec, value, stored[spec.name].format)
+            parts = unstacked(stored[spec.name])
+            for index, part in enumerate(parts):
+                given = value if len(parts) == 1 and part.name == spec.name else _expert_of(value, index)
+                write_stored(writer, part, _packed_as(part, given))
+        writer.publish({"config.json": json_bytes(config_json(config)), **(extra_files or {})})
+
+
+def write_stored(writer: CheckpointWriter, spec: TensorSpec, packed: PackedTensor) -> None:
+    """Write an official tensor, and its scales, under official names.
+
+    Args:
+        writer: made with `stored_form(spec)`. spec: of packed.format. packed: its bytes.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    writer.write(spec.name, packed.data)
+    if packed.scale is not None:
+        writer.write(scale_name(spec.name), packed.scale)
 
 
 def _check_named(specs: tuple[TensorSpec, ...], named: Mapping[str, PackedTensor | torch.Tensor]) -> None:
@@ -240,92 +293,37 @@ def _check_named(specs: tuple[TensorSpec, ...], named: Mapping[str, PackedTensor
         )
 
 
-def _packed_for(
+def _stored_spec(
     spec: TensorSpec, value: PackedTensor | torch.Tensor, precision: Literal["published", "fp32"]
-) -> PackedTensor:
-    if isinstance(value, PackedTensor):
-        packed = value
-        if precision == "fp32" and packed.format != "int64":
-            packed = PackedTensor(format="fp32", data=unpack_published(packed))
-    else:
-        expected = torch.int64 if spec.format == "int64" else torch.float32
-        if value.dtype != expected:
-            raise CheckpointError(f"{spec.name} is {value.dtype}; it must be {expected}, and is never cast here.")
-        plain = precision == "fp32" and spec.format != "int64"
-        packed = pack_published(msgspec.structs.replace(spec, format="fp32") if plain else spec, value)
-    columns = packed.data.shape[-1] * (2 if packed.format == "mxfp4" else 1)
-    if (*packed.data.shape[:-1], columns) != spec.shape:
-        raise CheckpointError(f"{spec.name} is {list(packed.data.shape)}; the configuration gives {list(spec.shape)}.")
-    if _DTYPE_OF_FORMAT[packed.format] not in ACCEPTED_DTYPES[spec.format]:
-        raise CheckpointError(f"{spec.name} is given as {packed.format}; a {spec.format} tensor cannot be stored so.")
-    return packed
+) -> TensorSpec:
+    """The spec of what is written for a value."""
+    tensor_format: TensorFormat = value.format if isinstance(value, PackedTensor) else spec.format
+    if precision == "fp32" and tensor_format != "int64":
+        tensor_format = "fp32"
+    if _DTYPE_OF_FORMAT[tensor_format] not in ACCEPTED_DTYPES[spec.format]:
+        raise CheckpointError(f"{spec.name} is given as {tensor_format}; a {spec.format} tensor cannot be stored so.")
+    return msgspec.structs.replace(spec, format=tensor_format)
 
 
-class _ShardWriter:
-    """Collects stored tensors and writes a shard whenever the next one would not fit; `finish` writes the index."""
-
-    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
-        self._directory = directory
-        self._max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
-
-    def add(self, spec: TensorSpec, packed: PackedTensor) -> None:
-        data = packed.data.detach().cpu()
-        scale = None if packed.scale is None else packed.scale.cpu().view(torch.float8_e8m0fnu)
-        if not is_stacked_expert(spec.name):
-            self._add_stored(spec.name, data, scale)
-            return
-        for expert, part in enumerate(unstacked(spec)):
-            self._add_stored(part.name, data[expert], None if scale is None else scale[expert])
-
-    def _add_stored(self, name: str, data: torch.Tensor, scale: torch.Tensor | None) -> None:
-        size = data.nbytes + (0 if scale is None else scale.nbytes)
-        if self._pending and self._pending_bytes + size > self._max_shard_bytes:
-            self._flush()
-        self._pending[name] = data.contiguous()
-        if scale is not None:
-            self._pending[scale_name(name)] = scale.contiguous()
-        self._pending_bytes += size
-        self._total_bytes += size
-
-    def _flush(self) -> None:
-        file = self._directory / f"{len(self._shards)}.safetensors"
-        save_file(self._pending, file, metadata={"format": "pt"})
-        sync_path(file)
-        self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
-
-    def finish(self) -> None:
-        self._flush()
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards):
-            file_name = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            (self._directory / f"{number}.safetensors").rename(self._directory / file_name)
-            weight_map.update(dict.fromkeys(names, file_name))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_synced(self._directory / INDEX_NAME, _json_bytes(index))
+def _check_given(spec: TensorSpec, value: PackedTensor | torch.Tensor, tensor_format: TensorFormat) -> None:
+    data, is_packed = (value.data, True) if isinstance(value, PackedTensor) else (value, False)
+    expected = torch.int64 if tensor_format == "int64" else torch.float32
+    if not is_packed and data.dtype != expected:
+        raise CheckpointError(f"{spec.name} is {data.dtype}; it must be {expected}, and is never cast here.")
+    columns = data.shape[-1] * (2 if isinstance(value, PackedTensor) and value.format == "mxfp4" else 1)
+    if (*data.shape[:-1], columns) != spec.shape:
+        raise CheckpointError(f"{spec.name} is {list(data.shape)}; the configuration gives {list(spec.shape)}.")
 
 
-def _json_bytes(value: object) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+def _expert_of(value: PackedTensor | torch.Tensor, expert: int) -> PackedTensor | torch.Tensor:
+    if not isinstance(value, PackedTensor):
+        return value[expert]
+    scale = None if value.scale is None else value.scale[expert]
+    return PackedTensor(format=value.format, data=value.data[expert], scale=scale)
 
 
-def _write_synced(file: Path, contents: bytes) -> None:
-    file.write_bytes(contents)
-    sync_path(file)
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, durable (fsync).
-
-    Raises:
-        OSError: the kernel's.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _packed_as(spec: TensorSpec, value: PackedTensor | torch.Tensor) -> PackedTensor:
+    """A value as it is stored; bytes of another format, which is FP32 then, are unpacked."""
+    if not isinstance(value, PackedTensor):
+        return pack_published(spec, value)
+    return value if value.format == spec.format else PackedTensor(format="fp32", data=unpack_published(value))

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from rollforward.model import checkpoint
-from rollforward.model.checkpoint import read_checkpoint, read_packed, write_checkpoint
+from rollforward.model.checkpoint import (
+    read_checkpoint,
+    read_packed,
+    write_checkpoint,
+    write_stored,
+)
 from rollforward.model.checkpoint_headers import INDEX_NAME, scan_checkpoint
+from rollforward.model.checkpoint_writer import CheckpointWriter
 from rollforward.model.config import ModelConfig, config_json, preset
 from rollforward.model.errors import CheckpointError, ConfigError, UnsupportedVariantError
-from rollforward.model.precision import PackedTensor, published_value
-from rollforward.model.shapes import param_specs, stored_tensors, unstacked
+from rollforward.model.precision import PackedTensor, pack_published, published_value
+from rollforward.model.shapes import param_specs, stored_form, stored_tensors, tensor_specs, unstacked
 
 CONFIG = msgspec.structs.replace(
     preset("tiny"),
@@ -393,47 +400,60 @@ def test_a_failing_disk_publishes_nothing(
         if len(calls) == 3:
             raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(checkpoint.os, "fsync", failing_fsync)
+    monkeypatch.setattr(os, "fsync", failing_fsync)
     target = tmp_path / "target"
     with pytest.raises(CheckpointError, match="nothing was published"):
         write_checkpoint(target, CONFIG, masters, max_shard_bytes=60_000)
+    assert list(tmp_path.iterdir()) == [], "a full disk is not kept full"
+
+
+def test_what_a_killed_writer_left_is_replaced(masters: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    leftover = tmp_path / ".target.partial"
+    leftover.mkdir()
+    (leftover / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    (leftover / "deep").mkdir()
+    write_checkpoint(tmp_path / "target", CONFIG, masters)
+    assert not leftover.exists()
+    assert set(read_checkpoint(tmp_path / "target")) == set(masters)
+
+
+def test_a_file_that_the_disk_cuts_off_publishes_nothing(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: the write that would pass the limit fails, as one on a full disk does."""
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from rollforward.model.checkpoint import write_checkpoint
+from rollforward.model.errors import CheckpointError
+from tests.model.test_checkpoint import SMALL, random_masters
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit in (0, 7, 4096, 20_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        write_checkpoint(Path(sys.argv[1]), SMALL, random_masters(SMALL))
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\\n")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "target")]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert told.count("nothing was published") == 4, told
+    assert told.count("File too large") == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_writers_of_one_target_never_publish_a_mixture(tmp_path: Path) -> None:
+    target, groups = tmp_path / "target", [stored_form(spec) for spec in tensor_specs(SMALL)]
+    small = random_masters(SMALL)
+
+    def write_all(writer: CheckpointWriter) -> None:
+        for param in param_specs(SMALL):
+            parts = unstacked(param)
+            for part, value in zip(parts, [small[param.name]] if len(parts) == 1 else small[param.name], strict=True):
+                write_stored(writer, part, pack_published(part, value))
+
+    with CheckpointWriter(target, groups) as first, CheckpointWriter(target, groups) as second:
+        write_all(first)
+        with pytest.raises(CheckpointError, match="File exists"):
+            write_all(second)
+        with pytest.raises(CheckpointError, match="replaced by another process"):
+            first.publish({})
     assert not target.exists()
-    assert (tmp_path / ".target.partial").exists()
-    monkeypatch.undo()
-    write_checkpoint(target, CONFIG, masters)
-    assert not (tmp_path / ".target.partial").exists()
-    assert len(read_checkpoint(target)) == len(masters)
-
-
-def test_lazy_mappings_are_read_one_entry_at_a_time(masters: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    class Lazy(dict[str, torch.Tensor]):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            looked_up.append(name)
-            return masters[name]
-
-    looked_up: list[str] = []
-    write_checkpoint(tmp_path / "lazy", CONFIG, Lazy.fromkeys(masters))
-    assert looked_up == [spec.name for spec in param_specs(CONFIG)]
-
-
-def test_values_survive_a_change_of_the_file(masters: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    values = read_checkpoint(plain_file(tmp_path, CONFIG, masters))
-    with (tmp_path / "oracle.safetensors").open("r+b") as file:
-        file.write(bytes((tmp_path / "oracle.safetensors").stat().st_size))
-    assert all(torch.equal(values[name], master) for name, master in masters.items())
-
-
-def test_everything_is_synced_before_it_has_its_name(
-    masters: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, synced = tmp_path / "target", list[tuple[str, bool]]()
-
-    def recording_fsync(descriptor: int) -> None:
-        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, target.exists()))
-
-    monkeypatch.setattr(checkpoint.os, "fsync", recording_fsync)
-    write_checkpoint(target, CONFIG, masters, max_shard_bytes=60_000, extra_files={"tokenizer.json": b"{}"})
-    num_shards = len(list(target.glob("*.safetensors")))
-    shards = [(f"{number}.safetensors", False) for number in range(num_shards)]
-    others = [(INDEX_NAME, False), ("config.json", False), ("tokenizer.json", False), (".target.partial", False)]
-    assert synced == [*shards, *others, (tmp_path.name, True)]
