@@ -12,14 +12,14 @@ import msgspec
 
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.errors import ConfigError
-from rollforward.model.matrices import expert_matrices, tensor_roles
 from rollforward.model.plan_config import PlanRun
 from rollforward.model.plan_engine import EnginePlan, fewest_gpus
 from rollforward.model.plan_learner import (
     Division,
+    LearnerElements,
     LearnerPlan,
-    divided_bytes,
     layer_input_bytes,
+    learner_elements,
     make_learner_plan,
     undivided_bytes,
 )
@@ -84,20 +84,21 @@ def _learner_ways(config: ModelConfig, run: PlanRun, learner: LearnerPlan, have:
     settings: list[str] = []
     if tokens := max(0, have - learner.memory.total) // layer_input_bytes(config, 1):
         settings.append(f"micro_batch_tokens={tokens}")
-    if (ranks := _enough_ranks(config, run, have)) is not None:
+    if (ranks := _enough_ranks(config, run, learner, have)) is not None:
         settings.append(f"learner_ranks={ranks} nodes={_nodes_for(run, ranks)}")
     if settings:
         return f"Set {', or '.join(settings)}."
-    least = undivided_bytes(learner.memory)
+    least = undivided_bytes(learner)
     ways = [
-        f"No number of ranks fits: {least:,} bytes are on every rank whatever their number (published bytes, values and"
-        " gradients of the whole model, parameters of AdamW)."
+        f"No number of ranks fits: {least:,} bytes are on every rank whatever their number (published bytes, values,"
+        " gradients and their sums of the whole model)."
     ]
     divisions: tuple[tuple[Division, str], ...] = (
         ("experts", "values, gradients and bytes of routed experts divided over the ranks"),
         ("everything", "those of every tensor divided"),
     )
-    would = [(what, _enough_divided(config, run, have, division)) for division, what in divisions]
+    elements, inputs = learner_elements(config, run.split), layer_input_bytes(config, run.micro_batch_tokens)
+    would = [(what, _enough_divided(elements, have - inputs, division)) for division, what in divisions]
     ways += [
         f"With {what} it would fit on {ranks:,} such GPUs, nodes={_nodes_for(run, ranks)}; rollforward cannot do that"
         " yet."
@@ -117,10 +118,11 @@ def _nodes_for(run: PlanRun, ranks: int) -> int:
     return -(-(ranks + (0 if run.shared else run.engine.gpus)) // run.gpus_per_node)
 
 
-def _enough_ranks(config: ModelConfig, run: PlanRun, have: int) -> int | None:
+def _enough_ranks(config: ModelConfig, run: PlanRun, learner: LearnerPlan, have: int) -> int | None:
     """The least number of ranks above the given one on which the learner fits as it is."""
-    num_matrices = len(expert_matrices(tensor_roles(config, run.split)))
-    ranks = 2 * run.num_ranks
+    if undivided_bytes(learner) > have:
+        return None
+    num_matrices, ranks = learner.experts.num_matrices, 2 * run.num_ranks
     while ranks <= num_matrices:
         larger = msgspec.structs.replace(run, learner_ranks=ranks, nodes=_nodes_for(run, ranks))
         try:
@@ -130,18 +132,14 @@ def _enough_ranks(config: ModelConfig, run: PlanRun, have: int) -> int | None:
             continue
         if plan.total <= have:
             return ranks
-        if undivided_bytes(plan.memory) + plan.layer_inputs > have:
-            return None
         ranks *= 2
     return None
 
 
-def _enough_divided(config: ModelConfig, run: PlanRun, have: int, division: Division) -> int | None:
-    roles = tensor_roles(config, run.split)
-    inputs = layer_input_bytes(config, run.micro_batch_tokens)
+def _enough_divided(elements: LearnerElements, have: int, division: Division) -> int | None:
     ranks = 1
-    while ranks <= len(expert_matrices(roles)):
-        if divided_bytes(config, roles, num_ranks=ranks, division=division) + inputs <= have:
+    while ranks <= elements.num_expert_matrices:
+        if elements.divided(ranks, division) <= have:
             return ranks
         ranks *= 2
     return None

@@ -12,6 +12,7 @@ from rollforward.model.assignment import Assignment, assign_dense, assign_expert
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ConfigError
 from rollforward.model.matrices import (
+    MuonSplit,
     Rule,
     TensorRole,
     declared_rules,
@@ -192,42 +193,74 @@ def _value_bytes(spec: TensorSpec) -> int:
     return spec.num_elements * (8 if spec.format == "int64" else _FP32_BYTES)
 
 
-def undivided_bytes(memory: LearnerMemory) -> int:
-    """Return what no number of ranks takes off the fullest one: bytes, values and gradients of the whole model, and
-    AdamW's parameters."""
-    return memory.published + memory.values + memory.gradients + memory.adamw_parameters
+def undivided_bytes(plan: LearnerPlan) -> int:
+    """Return what no number of ranks takes off the fullest one: bytes, values, gradients and sums of gradients of the
+    whole model, AdamW's parameters, and the layer inputs. Padding is not counted."""
+    memory = plan.memory
+    dense_padding = len(plan.dense.shares) * plan.dense.bucket_elements - plan.dense.num_elements
+    sums = memory.dense_sums - _FP32_BYTES * dense_padding + (_FP32_BYTES + _BF16_BYTES) * plan.experts.num_elements
+    return memory.published + memory.values + memory.gradients + memory.adamw_parameters + sums + plan.layer_inputs
 
 
-def divided_bytes(config: ModelConfig, roles: tuple[TensorRole, ...], *, num_ranks: int, division: Division) -> int:
-    """Return what a rank would hold if the learner divided more than it does; layer inputs are not counted.
+class LearnerElements(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner has to hold of a model somewhere, before it is divided among ranks."""
 
-    Dense shares are taken as equal; tokens travel to the experts, whose owner sums their gradients in place.
+    num_expert_matrices: int
+    """Matrices of trained routed experts."""
+    expert_matrix_elements: int
+    """Elements of each."""
+    dense: int
+    """Elements of Muon's other matrices."""
+    largest_dense: int
+    """Of the largest of them."""
+    adamw: int
+    """Elements of AdamW's tensors."""
+    expert_bytes: int
+    """Published bytes and FP32 values of routed experts, frozen ones too."""
+    other_bytes: int
+    """The same of all other tensors."""
+    largest_layer: int
+    """FP32 values of the largest layer without its routed experts."""
 
-    Args:
-        config: the model. roles: its tensors (`tensor_roles`).
-        num_ranks: R. Dense masters lie on a ZeRO group of min(R, MAX_ZERO_SIZE).
-        division: what is divided by R.
-    """
-    matrices = expert_matrices(roles)
-    share = -(-len(matrices) // num_ranks) * matrices[0].num_elements
-    dense = dense_matrices(roles)
-    num_dense = sum(matrix.num_elements for matrix in dense)
-    zero_size = min(num_ranks, MAX_ZERO_SIZE)
-    bucket = max(-(-num_dense // zero_size), max(matrix.num_elements for matrix in dense))
-    num_adamw = sum(role.spec.num_elements for role in roles if role.rule.updater == "adamw")
-    specs = param_specs(config)
+    def divided(self, num_ranks: int, division: Division) -> int:
+        """Return what a rank would hold if the learner divided more than it does; layer inputs are not counted.
+
+        Dense shares are taken as equal; tokens travel to the experts, whose owner sums their gradients in place.
+
+        Args:
+            num_ranks: R. Dense masters lie on a ZeRO group of min(R, MAX_ZERO_SIZE).
+            division: what is divided by R.
+        """
+        share = -(-self.num_expert_matrices // num_ranks) * self.expert_matrix_elements
+        bucket = max(-(-self.dense // min(num_ranks, MAX_ZERO_SIZE)), self.largest_dense)
+        masters = 2 * _FP32_BYTES * (bucket + share) + 3 * _FP32_BYTES * self.adamw // num_ranks
+        # Gradients and their sums, FP32.
+        experts = self.expert_bytes // num_ranks + 2 * _FP32_BYTES * share
+        rest = self.other_bytes + 2 * _FP32_BYTES * (self.adamw + self.dense) + _FP32_BYTES * self.adamw
+        if division == "everything":
+            rest = rest // num_ranks + self.largest_layer
+        return masters + experts + rest
+
+
+def learner_elements(config: ModelConfig, split: MuonSplit) -> LearnerElements:
+    """Add up a model's tensors by who updates them."""
+    roles, specs = tensor_roles(config, split), param_specs(config)
+    experts, dense = expert_matrices(roles), [matrix.num_elements for matrix in dense_matrices(roles)]
     held = {True: 0, False: 0}
     for spec in specs:
-        stored = sum(entry.num_bytes for part in unstacked(spec)[:1] for entry in stored_form(part))
-        copies = config.n_routed_experts if is_stacked_expert(spec.name) else 1
-        held[is_stacked_expert(spec.name)] += copies * stored + _value_bytes(spec)
-    # Gradients and their sums, FP32.
-    experts = held[True] // num_ranks + 2 * _FP32_BYTES * share
-    rest = held[False] + 2 * _FP32_BYTES * (num_adamw + num_dense) + _FP32_BYTES * num_adamw
-    if division == "everything":
-        rest = rest // num_ranks + _largest_layer_bytes(specs)
-    masters = 2 * _FP32_BYTES * (bucket + share) + 3 * _FP32_BYTES * num_adamw // num_ranks
-    return masters + experts + rest
+        is_expert = is_stacked_expert(spec.name)
+        stored = sum(entry.num_bytes for entry in stored_form(unstacked(spec)[0]))
+        held[is_expert] += _value_bytes(spec) + stored * (config.n_routed_experts if is_expert else 1)
+    return LearnerElements(
+        num_expert_matrices=len(experts),
+        expert_matrix_elements=experts[0].num_elements,
+        dense=sum(dense),
+        largest_dense=max(dense),
+        adamw=sum(role.spec.num_elements for role in roles if role.rule.updater == "adamw"),
+        expert_bytes=held[True],
+        other_bytes=held[False],
+        largest_layer=_largest_layer_bytes(specs),
+    )
 
 
 def _largest_layer_bytes(specs: tuple[TensorSpec, ...]) -> int:
