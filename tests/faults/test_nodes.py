@@ -1,9 +1,9 @@
 """Proves: on a Ray cluster of several nodes, a node that dies with its replica, is drained, or takes an answer with it
 costs no token and no bit; without a node for a replica the run ends soon and says what is missing; a learner's rank
-that hangs is named, in the time that is configured.
+that hangs or dies is named, in the time that is configured; what cannot be joined is said at once.
 
 Real raylets, real SIGKILL; tokens are counted by the ledger. The whole command on such a cluster, with the code that it
-sends along, a killed driver and a killed learner's node, is the slow part. Not here: faults on one node
+sends along, and a killed driver, is among the slow part. Not here: faults on one node
 (test_engine_crash.py), every order of events (tests/rollout/test_supervisor.py).
 """
 
@@ -85,7 +85,7 @@ def undisturbed(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> list
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with its tokenizer."""
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_model(tmp_path_factory.mktemp("start") / "model")
 
 
 class Fleet:
@@ -193,6 +193,7 @@ def test_a_node_is_drained(nodes: Nodes, weights: Path, tmp_path: Path, undistur
         nodes.forget(before)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_node_is_left_for_a_replica(
     nodes: Nodes, weights: Path, tmp_path: Path, undisturbed: list[Completion]
@@ -264,6 +265,7 @@ def _ranks(nodes: Nodes, root: Path, **patience: float) -> tuple[LearnerPool, li
     return pool, actors, beats
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_rank_that_hangs_is_named_and_ended(nodes: Nodes, tmp_path: Path) -> None:
     """On another node than the loop, and far below what its peer would wait in the collective operation."""
