@@ -169,6 +169,8 @@ def _call(name: str, tags: Iterator[_Tag]) -> ToolCall:
     while not (tag := next(tags)).is_closing:
         _expect(tag, "parameter", ("name", "string"))
         parameter = tag.attributes["name"]
+        if not _is_unicode(parameter):
+            raise _MalformedCallError(Problem.VALUE, f"the name of a parameter of {name} is no valid Unicode")
         if parameter in arguments:
             raise _MalformedCallError(Problem.DUPLICATE, f"parameter {_shown(parameter)} of {name} is given twice")
         closing = next(tags)

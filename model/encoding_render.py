@@ -61,7 +61,7 @@ def prompt_pieces(messages: Sequence[Message], how: Rendering) -> list[Piece]:
     drops = how.keeps_reasoning(messages) and not how.listed_tools
     if how.version.hoists_system and not drops and not any(message.task for message in messages):
         return _rendered(messages, how)
-    return list(_assembled(messages, how))
+    return list(assembled(messages, how))
 
 
 def answer_pieces(answer: Message, how: Rendering, before: Message) -> list[Piece]:
@@ -87,7 +87,7 @@ def observation_pieces(results: Sequence[str], how: Rendering) -> list[Piece]:
     return pieces[pieces.index((EOS, True)) + 1 :]
 
 
-def _assembled(messages: Sequence[Message], how: Rendering) -> Iterator[Piece]:
+def assembled(messages: Sequence[Message], how: Rendering) -> Iterator[Piece]:
     """Yield the prompt turn by turn, neighbouring plain texts as one; `messages` are in an order that is checked."""
     text = ""
     for piece, is_control in _assembled_parts(messages, how):

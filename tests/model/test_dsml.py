@@ -4,6 +4,8 @@ Does not prove that a tool accepts the arguments.
 """
 
 import json
+import random
+import sys
 import time
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollforward.model.dsml import AssistantTurn, parse_turn
+from rollforward.model.dsml import AssistantTurn, Problem, parse_turn
 from rollforward.model.encoding import plain_texts
 from rollforward.model.messages import Message, ToolCall
 from rollforward.model.tokenizer import CONTROL_TOKENS, DSML
@@ -191,3 +193,96 @@ def test_time_is_linear_in_the_text(head: str, unit: str) -> None:
     start_s = time.process_time()
     read(head + unit * (1_000_000 // len(unit)))
     assert time.process_time() - start_s < 5.0
+
+
+def mutated(rng: random.Random, text: str) -> str:
+    """A few of what a policy gets wrong: pieces cut, doubled, moved, replaced by tokens, or the end missing."""
+    for _ in range(rng.randint(1, 4)):
+        start, stop = sorted(rng.randint(0, len(text)) for _ in range(2))
+        stop = min(stop, start + rng.choice((1, 5, 40)))
+        cut = text[start:stop]
+        piece = rng.choice((*CONTROL_TOKENS, "<", ">", "/", '"', "=", " ", "\n", "\\", "\0", "\ud800", "[" * 50, CALL))
+        lines = text.split("\n")
+        match rng.randrange(6):
+            case 0:
+                text = text[:start] + text[stop:]
+            case 1:
+                text = text[:stop] + cut + text[stop:]
+            case 2:
+                text = cut + text[:start] + text[stop:]
+            case 3:
+                text = text[:start] + piece + text[stop:]
+            case 4:
+                line = rng.randrange(len(lines))
+                text = "\n".join([*lines[: line + 1], *lines[line:]])
+            case _:
+                text = text[:stop] if rng.random() < 0.3 else text[:start] + piece + text[start:]
+    return text
+
+
+class _Watch:
+    """Counts what an audit hook sees while it is on: nothing that runs code or touches the world may happen."""
+
+    events = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.", "pickle.", "marshal.")
+
+    def __init__(self) -> None:
+        self.is_on, self.seen = False, list[str]()
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, _: object) -> None:
+        if self.is_on and event.startswith(self.events):
+            self.seen.append(event)
+
+
+def test_thousands_of_mutated_calls_are_read_and_none_is_evaluated() -> None:
+    rng, watch = random.Random("mutated calls"), _Watch()
+    bombs = ("__import__('os').system('true')", "{'a': 1}", "[x for x in ()]", "1 + 1", "True", "open('/etc/passwd')")
+    kinds: set[Problem | None] = set()
+    num_called = 0
+    for _ in range(3000):
+        text = CALL.replace(">3<", f">{rng.choice(bombs)}<" if rng.random() < 0.3 else ">3<")
+        effort = rng.choice(("non-think", "low", "high", "max"))
+        text = mutated(rng, text if effort == "non-think" else f"So.</think>{text}")
+        start_s = time.process_time()
+        watch.is_on = True
+        turn = parse_turn(text, effort, is_call_begun=rng.random() < 0.1)
+        watch.is_on = False
+        assert time.process_time() - start_s < 1.0, "a text of a few hundred characters"
+        assert (turn.problem is None) == (turn.problem_kind is None)
+        assert turn.problem is None or (not turn.calls and 0 < len(turn.problem) < 200)
+        for call in turn.calls:
+            assert not {str(value) for value in call.decode_arguments().values()} & {"True", "2", str({"a": 1})}
+        kinds.add(turn.problem_kind)
+        num_called += bool(turn.calls)
+    assert watch.seen == []
+    assert kinds >= {*Problem, None} - {Problem.CONTROL_TOKEN, Problem.EMPTY}, "the mutations meet every kind"
+    assert num_called > 100, "some mutations do no harm"
+
+
+def test_each_problem_has_its_kind() -> None:
+    for old, new, kind in (
+        ("</｜DSML｜invoke>\n", "", Problem.UNCLOSED),
+        ("2</｜DSML｜parameter>", "2", Problem.UNCLOSED),
+        ("<｜DSML｜tool_calls>\n", "", Problem.ORDER),
+        ('"digits"', '"expression"', Problem.DUPLICATE),
+        ('string="false"', "", Problem.ATTRIBUTES),
+        ('"calculator"', '"a b"', Problem.NAME),
+        (">3<", ">x<", Problem.VALUE),
+        ("3</", "3</｜DSML｜parameter>x</", Problem.TEXT),
+        ("</｜DSML｜tool_calls>", "</｜DSML｜tool_calls> ｜DSML｜", Problem.MARKER),
+    ):
+        assert read(CALL.replace(old, new, 1)).problem_kind == kind
+    assert read("<｜DSML｜tool_calls></｜DSML｜tool_calls>").problem_kind == Problem.EMPTY
+    assert parse_turn(CALL, "max").problem_kind == Problem.CALL_IN_REASONING
+    assert read(CALL).problem_kind is None
+
+
+def test_a_begun_call_is_read_on_in_every_effort() -> None:
+    rest = CALL.partition("tool_calls>\n")[2]
+    for effort in ("non-think", "max"):
+        assert parse_turn(rest, effort, is_call_begun=True).calls == read(CALL).calls
+    assert parse_turn("I will not.", "max", is_call_begun=True).problem_kind == Problem.TEXT
+
+
+def test_a_parameter_name_that_is_no_unicode_is_a_problem() -> None:
+    assert read(CALL.replace('"digits"', '"\ud800"')).problem_kind == Problem.VALUE

@@ -154,7 +154,7 @@ def test_what_is_assembled_here_is_what_deepseek_recipe_renders() -> None:
         asked = random_prompt(rng, LATER)
         how = Rendering(effort=asked.effort, tools=asked.tools)
         rendered = encoding_render.prompt_pieces(asked.messages, how)
-        assembled = list(encoding_render._assembled(asked.messages, how))
+        assembled = list(encoding_render.assembled(asked.messages, how))
         assert assembled == rendered, f"{number}: {asked}"
 
 
