@@ -256,7 +256,7 @@ def test_thousands_of_mutated_calls_are_read_and_none_is_evaluated() -> None:
         num_called += bool(turn.calls)
     assert watch.seen == []
     assert kinds >= {*Problem, None} - {Problem.CONTROL_TOKEN, Problem.EMPTY}, "the mutations meet every kind"
-    assert num_called > 100, "some mutations do no harm"
+    assert num_called > 50, "some mutations do no harm"
 
 
 def test_each_problem_has_its_kind() -> None:

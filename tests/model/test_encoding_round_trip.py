@@ -6,6 +6,7 @@ Does not prove the April version's texts (`test_encoding_versions.py`).
 
 import functools
 import random
+import time
 
 import deepseek_recipe
 import msgspec
@@ -16,7 +17,17 @@ from rollforward.model.encoding import ChatEncoding
 from rollforward.model.encoding_order import Rendering
 from rollforward.model.encoding_version import APRIL, LATER, EncodingVersion
 from rollforward.model.messages import Message
-from rollforward.model.tokenizer import ASSISTANT, BOS, END_THINK, EOS, THINK, USER, TokenizerConfig, train_tokenizer
+from rollforward.model.tokenizer import (
+    ASSISTANT,
+    BOS,
+    CONTROL_TOKENS,
+    END_THINK,
+    EOS,
+    THINK,
+    USER,
+    TokenizerConfig,
+    train_tokenizer,
+)
 from tests.helpers.conversations import Asked, Turn, expected_turns, random_answer, random_prompt
 
 NUM_CONVERSATIONS = 300
@@ -192,3 +203,23 @@ def test_a_turn_ends_at_its_first_eos_and_stray_control_tokens_are_a_problem() -
     assert chat.read_turn(said, "high").problem is None
     assert chat.read_turn(said, "non-think").problem_kind == "control_token"
     assert chat.read_turn([tokenizer.control_id(USER), *said], "high").problem_kind == "control_token"
+
+
+def test_any_ids_are_read() -> None:
+    """Also ids beyond the vocabulary, and control tokens anywhere; a turn that says nothing wrong has no problem."""
+    chat, rng = encoding("later"), random.Random("ids")
+    num_control = len(CONTROL_TOKENS)
+    for _ in range(500):
+        ids = [rng.choice((rng.randrange(num_control), rng.randrange(1000), 7)) for _ in range(rng.randint(0, 60))]
+        for effort in ("non-think", "max"):
+            turn = chat.read_turn(ids, effort, is_call_begun=rng.random() < 0.2)
+            assert turn.problem is None or not turn.calls
+
+
+@pytest.mark.parametrize("unit", [[7], [300, 7], [6], [300, 6, 44], list(range(256, 384))])
+def test_time_is_linear_in_the_ids(unit: list[int]) -> None:
+    """Two hundred thousand ids; a quadratic reader takes hours."""
+    chat = encoding("later")
+    start_s = time.process_time()
+    chat.read_turn(unit * (200_000 // len(unit)), "max")
+    assert time.process_time() - start_s < 10.0
