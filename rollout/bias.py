@@ -36,7 +36,7 @@ tokens they have; then they are censored attempts here, and counted in `bias/dro
 Here: records and pure functions, numpy alone. Not here: what of a step is counted (rl/metrics.py), what the log tells
 of a request (rollout/interruptions.py).
 
-Letters: N attempts, J distinct lengths of attempts that are over, K position buckets.
+Letters: N attempts, J distinct lengths of attempts that are over.
 """
 
 import math
@@ -221,27 +221,6 @@ def length_bias(
         shift=shift if abs(shift) > smallest else 0.0,
         shift_variance=variance if variance > smallest**2 else 0.0,
     )
-
-
-def hazard_by_position(
-    lengths_N: npt.NDArray[np.integer], is_end_N: BoolArray, edges_K: npt.NDArray[np.integer]
-) -> tuple[Int64Array, Int64Array]:
-    """Return how often the policy ended its response in each bucket of positions, and how often it could have.
-
-    Args:
-        lengths_N: [N] sampled tokens of each attempt, however it was over.
-        is_end_N: [N] bool. True where its last token ended it; a truncation is no end.
-        edges_K: [K + 1] ascending positions from 0; bucket k holds positions edges[k] <= p < edges[k + 1].
-
-    Returns:
-        ([K] ends, [K] tokens drawn); their quotient is the hazard.
-
-    Example: lengths [2, 3], the first ended, edges [0, 2, 4]: ends [1, 0], drawn [4, 1].
-    """
-    lengths_N, edges_K = np.asarray(lengths_N, np.int64), np.asarray(edges_K, np.int64)
-    ends_K = np.histogram(lengths_N[np.asarray(is_end_N, np.bool_)] - 1, bins=edges_K - 0.5)[0]
-    drawn_K = np.clip(lengths_N[:, None] - edges_K[:-1], 0, np.diff(edges_K)).sum(0)
-    return ends_K.astype(np.int64), drawn_K
 
 
 def with_step(

@@ -24,11 +24,11 @@ from rollforward.rollout.bias import (
     BiasTotals,
     LengthBias,
     alarm_text,
-    hazard_by_position,
     length_bias,
     with_step,
 )
 from rollforward.rollout.wal_recovery import recover
+from tests.helpers.hazard import hazard_by_position
 from tests.helpers.toy_fleet import (
     Book,
     Fleet,

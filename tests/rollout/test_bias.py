@@ -13,13 +13,14 @@ from rollforward.rollout.bias import (
     BiasTotals,
     LengthBias,
     alarm_text,
-    hazard_by_position,
     kaplan_meier,
     length_bias,
     natural_mean,
     with_step,
 )
+from tests.helpers.hazard import hazard_by_position
 
+from_here = 0
 BY_HAND = np.array([3, 5, 7, 7]), np.array([False, True, False, False])
 
 

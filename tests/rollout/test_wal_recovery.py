@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,6 +29,7 @@ from rollforward.sandbox.codec import (
 )
 
 PROCESS = WalConfig(level="process")
+SEGMENTED = WalConfig(level="process", segment_bytes=4096)
 STREAM = "engine-0"
 
 
@@ -169,6 +171,54 @@ def test_every_flipped_bit_is_caught(tmp_path: Path, is_sealed: bool) -> None:
             assert (log.failed, log.scan.damaged_bytes) == ({}, 0), bit
         outcomes.add("failed" if log.failed else "torn" if log.scan.torn_bytes else "whole")
     assert outcomes == ({"failed", "torn", "whole"} if is_sealed else {"torn"})
+
+
+def test_every_flipped_bit_of_a_segment_header_is_caught_and_the_next_writer_goes_on(tmp_path: Path) -> None:
+    """Of the first, a middle and the last segment of one writer, its checksum included. A request whose records lie in
+    other segments alone is whole; every other one is whole or failed, never shorter. Nothing is raised, also not by the
+    next opening, whose records are read back."""
+    writer, _ = start(tmp_path / "log", SEGMENTED)
+    truth: dict[int, list[int]] = {}
+    home_of: dict[int, set[str]] = {}
+    for member in range(5):
+        long = msgspec.structs.replace(request(member), prompt_ids=np.full(700, member, np.int32))
+        commit(writer, writer.append_open(long, slot=0))
+        first = max(path.name for path in (tmp_path / "log").glob("*.wal"))
+        truth[member] = [100 * member + index for index in range(12)]
+        for token in truth[member]:
+            commit(writer, step(writer, {0: token}))
+        commit(writer, writer.append_close(0, StopReason.EOS))
+        home_of[member] = {first, max(path.name for path in (tmp_path / "log").glob("*.wal"))}
+    writer.close()
+    paths = sorted((tmp_path / "log").glob("*.wal"))
+    assert len(paths) >= 4
+    for path in (paths[0], paths[len(paths) // 2], paths[-1]):
+        data = path.read_bytes()
+        for bit in range(8 * SEGMENT_HEADER_BYTES):
+            descriptor = os.open(path, os.O_WRONLY)
+            os.pwrite(descriptor, bytes([data[bit // 8] ^ 1 << (bit % 8)]), bit // 8)
+            log = recover(tmp_path / "log")
+            if bit % 80 == 79:
+                shutil.copytree(tmp_path / "log", tmp_path / "next")
+            os.pwrite(descriptor, data[bit // 8 : bit // 8 + 1], bit // 8)
+            os.close(descriptor)
+            assert is_accounted(log), (path.name, bit)
+            assert any(path.name in problem.where for problem in log.problems), (path.name, bit)
+            assert_prefixes(log, truth)
+            known = {*tokens(log), *(found.member for found in log.failed)}
+            elsewhere = {member for member, homes in home_of.items() if path.name not in homes}
+            assert elsewhere
+            assert elsewhere <= set(tokens(log)), (path.name, bit)
+            assert all(got == truth[member] for member, got in tokens(log).items()), (path.name, bit)
+            assert known <= set(truth)
+            if bit % 80 == 79:
+                writer, again = start(tmp_path / "next", SEGMENTED)
+                assert tokens(again) == tokens(log)
+                commit(writer, writer.append_open(request(20), slot=0))
+                commit(writer, step(writer, {0: 7}))
+                writer.abandon()
+                assert tokens(recover(tmp_path / "next"))[20] == [7]
+                shutil.rmtree(tmp_path / "next")
 
 
 def test_damage_fails_the_requests_that_were_open_and_no_others(tmp_path: Path) -> None:
