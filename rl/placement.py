@@ -3,6 +3,7 @@
 Not here: replicas (rollout/placement.py), which are replaced, and what an actor does (actors.py).
 """
 
+import os
 import socket
 import tempfile
 import time
@@ -46,8 +47,22 @@ def join_cluster(cluster: ClusterConfig) -> None:
             "cluster.replica_resources or learner_resources is set, but the run starts a cluster of its own, whose one"
             " node has none. Leave them out, or set cluster.address"
         )
-    else:  # "local": not one that somebody started on this machine, nor that of RAY_ADDRESS
-        ray.init("local", num_cpus=cluster.num_cpus, include_dashboard=False, **quiet)
+    else:
+        _start(cluster.num_cpus, quiet)
+
+
+def _start(num_cpus: int | None, quiet: Mapping[str, Any]) -> None:
+    """Start a cluster of this machine alone."""
+    try:  # "local": not one that somebody started on this machine, nor that of RAY_ADDRESS
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray has no class for it
+        if "timed out during startup" not in str(error):
+            raise
+        raise ClusterError(
+            f"Ray's processes did not come up in the 30 s that Ray gives them, on a machine with a load of"
+            f" {os.getloadavg()[0]:.0f}. Let what else works on it end, then `rollforward resume` with the run's"
+            " directory goes on"
+        ) from error
 
 
 def _join(address: str, quiet: Mapping[str, Any]) -> None:
