@@ -89,7 +89,6 @@ class _Zeros(Mapping[str, PackedTensor]):
         return len(self._specs)
 
 
-@pytest.mark.slow
 def test_a_written_mini_checkpoint_has_the_bytes_that_are_planned(tmp_path: Path) -> None:
     """1.4 GB on the disk, removed at the end."""
     config, run = preset("mini"), PlanRun(model="mini")
