@@ -112,6 +112,14 @@ class ChatEncoding:
         """The version of the encoding."""
         return self._version
 
+    def check_effort(self, effort: ReasoningEffort) -> None:
+        """Refuse an effort that the version does not know.
+
+        Raises:
+            EncodingError: names those that it knows.
+        """
+        self._rendering(effort)
+
     def encode_prompt(
         self,
         messages: Sequence[Message],

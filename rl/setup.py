@@ -8,8 +8,8 @@ import msgspec
 
 from rollforward.conf import console
 from rollforward.model.assignment import muon_assignments
-from rollforward.model.checkpoint_headers import check_entries, scan_checkpoint
-from rollforward.model.config import ModelConfig, load_model_config
+from rollforward.model.checkpoint_headers import check_entries, load_checkpoint_config, scan_checkpoint
+from rollforward.model.config import ModelConfig
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.encoding_version import ENCODING_FILE, LATER, EncodingVersion, find_encoding_version
 from rollforward.model.errors import ConfigError
@@ -62,13 +62,13 @@ def load_parts(
 
     Raises:
         ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
-        ConfigError, TokenizerError, EncodingError, CheckpointError: a file of the model directory is absent, unusable
-            or changed.
+        ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
+        EncodingError: its encoding is not known, or does not know the effort of a task.
         TaskError: a task cannot be built as configured.
         ToolError, EnvironmentConfigError: a tool cannot be offered, or its task leaves no room for answers.
         SandboxUnavailableError: this machine cannot isolate tools.
     """
-    config = load_model_config(model_dir / "config.json")
+    config = load_checkpoint_config(model_dir)
     tokenizer = Tokenizer.load(model_dir)
     if tokenizer.vocab_size > config.vocab_size or tokenizer.eos_id != config.eos_token_id:
         raise ModelDirectoryError(
@@ -90,6 +90,8 @@ def load_parts(
     check_entries(scan_checkpoint(model_dir), config)
     check_manifest(model_dir, config)
     encoding = ChatEncoding(tokenizer, _encoding_version(model_dir))
+    for task in task_configs:
+        encoding.check_effort(task.effort)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     tasks = build_tasks(task_configs)
     environment = _environment(model_dir, task_configs, sandbox)

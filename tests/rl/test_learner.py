@@ -8,6 +8,7 @@ tests/parity/test_step_invariance.py.
 
 import gc
 import math
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from rollforward.model.checkpoint import write_checkpoint
+from rollforward.model.encoding_version import APRIL, ENCODING_FILE, encoding_file, find_encoding_version
 from rollforward.model.errors import NonFiniteLossError
 from rollforward.model.precision import PackedTensor
 from rollforward.model.published import PublishedWeights
@@ -32,6 +34,7 @@ from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.samples import write_step
 from rollforward.rollout.types import Group, RequestId, Segment, StopReason, Trajectory
+from rollforward.rollout.weights import version_directory
 from tests.helpers.ranks import join_alone
 from tests.helpers.tiny import random_params, random_tokens, tiny_config
 
@@ -185,3 +188,14 @@ def test_a_run_without_formats_is_caught_where_formats_are_planned(model_dir: Pa
     reports = [_learner(model_dir).quantised(), _learner(model_dir, "fp32").quantised()]
     with pytest.raises(QuantisationError, match="rank 1 takes 0 tensors through mxfp4"):
         check_quantised(reports, tiny_config(), "native")
+
+
+def test_a_published_model_keeps_its_encoding(model_dir: Path, tmp_path: Path) -> None:
+    """Without `encoding.json` whoever serves the weights would ask them in the later version's words."""
+    april = tmp_path / "april"
+    shutil.copytree(model_dir, april)
+    (april / ENCODING_FILE).write_bytes(encoding_file(APRIL))
+    for directory in (april, model_dir):
+        root = tmp_path / f"published of {directory.name}"
+        _learner(directory).publish(root, 1)
+        assert find_encoding_version(version_directory(root, 1)) == find_encoding_version(directory)

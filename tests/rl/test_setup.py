@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollforward.model.config import preset
-from rollforward.model.errors import CheckpointError, ConfigError, TokenizerError
+from rollforward.model.encoding_version import APRIL, ENCODING_FILE, LATER, encoding_file
+from rollforward.model.errors import CheckpointError, ConfigError, EncodingError, TokenizerError
 from rollforward.model.train_config import AdamW, HybridMuon
 from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.setup import Parts, check_learner, load_parts
@@ -52,6 +53,18 @@ def test_an_absent_file_is_named(
     spoil(model_dir)
     with pytest.raises(error, match=message):
         _load(model_dir)
+
+
+def test_the_models_encoding_is_used_and_its_absence_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_dir = write_model(tmp_path / "model")
+    assert _load(model_dir).encoding.version == LATER
+    assert capsys.readouterr().err.count("has no encoding.json: conversations are encoded as in v4-0731") == 1
+    (model_dir / ENCODING_FILE).write_bytes(encoding_file(APRIL))
+    assert _load(model_dir).encoding.version == APRIL
+    assert "encoding" not in capsys.readouterr().err
+    run = small_run(model_dir, model_dir, tasks=[{**TASK, "effort": "low"}])
+    with pytest.raises(EncodingError, match=r"effort 'low' is not in encoding v4-0424"):
+        load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox)
 
 
 def test_limits_beyond_the_model_are_refused_and_those_at_it_are_not(tmp_path: Path) -> None:
