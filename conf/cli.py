@@ -19,7 +19,7 @@ from rollforward.conf import console
 from rollforward.conf.drill import plan_drill
 from rollforward.conf.errors import UsageError, user_error
 from rollforward.conf.execute import execute
-from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of
+from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of, works_in_run_dir
 from rollforward.conf.load import compose_data, config_groups, set_library_environment, to_yaml
 from rollforward.conf.recipe import load_recipe, recipe_names
 from rollforward.conf.resume import moved, recorded_jobs
@@ -174,7 +174,9 @@ def _help_text() -> str:
 
 def _verb_help_text(verb: str) -> str:
     schema = schema_of(verb)
-    set_elsewhere = {"run_dir": f"runs/{verb}-DATE, or runs/RECIPE-DATE/RUN in a recipe"}
+    set_elsewhere: dict[str, str] = {}
+    if works_in_run_dir(schema):
+        set_elsewhere["run_dir"] = f"runs/{verb}-DATE, or runs/RECIPE-DATE/RUN in a recipe"
     base = compose_data(verb)
     for field in schema_fields(schema):
         with contextlib.suppress(KeyError, TypeError):

@@ -17,7 +17,7 @@ from rollforward.conf.errors import UsageError
 from rollforward.conf.load import is_ray_job, load_config
 from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names, spell_out
 
-__all__ = ["VERBS", "Job", "Verb", "last_value", "plan_jobs", "schema_of"]
+__all__ = ["VERBS", "Job", "Verb", "last_value", "plan_jobs", "schema_of", "works_in_run_dir"]
 
 
 class Verb(NamedTuple):
@@ -46,6 +46,12 @@ VERBS: dict[str, Verb] = {
         "rollforward.model.plan",
         "rollforward.model.plan_config:PlanRun",
         "sizes of a model, memory, traffic and what fits on given GPUs",
+    ),
+    "export": Verb(
+        "rollforward.rl.export", "rollforward.rl.export_config:ExportRun", "a run's weights as an official checkpoint"
+    ),
+    "convert": Verb(
+        "rollforward.model.convert", "rollforward.model.convert_config:ConvertRun", "a checkpoint in another layout"
     ),
 }
 """The commands, in the order that --help lists them. The root YAML of a verb has the verb's name."""
@@ -77,8 +83,11 @@ def schema_of(verb: str) -> type[msgspec.Struct]:
     return cast("type[msgspec.Struct]", getattr(importlib.import_module(module), name))
 
 
-def _has_run_dir(schema: type[msgspec.Struct]) -> bool:
-    return any(field.encode_name == "run_dir" for field in msgspec.structs.fields(schema))
+def works_in_run_dir(schema: type[msgspec.Struct]) -> bool:
+    """Whether a verb writes into a run_dir of its own; `export` only reads another's."""
+    return not getattr(schema, "reads_run_dir", False) and any(
+        field.encode_name == "run_dir" for field in msgspec.structs.fields(schema)
+    )
 
 
 def last_value(overrides: Sequence[str], key: str) -> str | None:
@@ -117,7 +126,7 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
     runs = [RecipeRun(name=verb, verb=verb)] if recipe is None else _runs_until(verb, recipe)
     stem = verb if recipe is None else Path(recipe).stem
     base: Path | None = None
-    if any(_has_run_dir(schema_of(run.verb)) for run in runs):
+    if any(works_in_run_dir(schema_of(run.verb)) for run in runs):
         base = Path(_take(rest, "run_dir") or f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     addressed = address(runs, verb, rest) if recipe is not None else {verb: rest}
     directory = None if is_ray_job() else Path.cwd()
@@ -127,7 +136,7 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
         schema = schema_of(run.verb)
         run_dir: Path | None = None
         settings = addressed[run.name]
-        if base is not None and _has_run_dir(schema):
+        if base is not None and works_in_run_dir(schema):
             run_dir = base if recipe is None else base / run.name
             settings = [*settings, f"run_dir={_quoted(str(run_dir))}"]
         config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)

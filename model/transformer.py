@@ -17,7 +17,8 @@ from rollforward.kernels.norm.rms_norm import rms_norm
 from rollforward.model.attention import AttentionContext, attention
 from rollforward.model.cache import CacheView
 from rollforward.model.checkpoint import read_checkpoint
-from rollforward.model.config import ModelConfig, load_model_config
+from rollforward.model.checkpoint_headers import load_checkpoint_config
+from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ModelInputError
 from rollforward.model.moe import Router, moe
 from rollforward.model.numerics import Numerics
@@ -275,5 +276,5 @@ def load_model(directory: str | Path, *, precision: Precision, device: str = "cp
     if device != "cpu":
         raise ModelInputError(f"device is {device!r}; this version computes on 'cpu' only. Set device=cpu.")
     Numerics(precision)  # refuses an unknown mode before files are read
-    config = load_model_config(Path(directory) / "config.json")
+    config = load_checkpoint_config(Path(directory))
     return Model(config, read_checkpoint(Path(directory), config), precision=precision)

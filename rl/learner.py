@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollforward.model.checkpoint import read_checkpoint
-from rollforward.model.config import load_model_config
+from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.encoding_version import encoding_files
 from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, merge_metrics
@@ -71,7 +71,7 @@ class Learner:
         torch.set_num_threads(settings.threads)
         self._settings = settings
         model_dir = Path(settings.model_dir)
-        self._model_config = load_model_config(model_dir / "config.json")
+        self._model_config = load_checkpoint_config(model_dir, is_announced=False)
         named = read_checkpoint(model_dir, self._model_config)
         self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
         self._trainer = Trainer(
