@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rollforward.rollout.types import Request, RequestId, SamplingParams, StopReason
 from rollforward.rollout.wal import WalWriter, open_log
@@ -94,7 +94,11 @@ def append_rows(writer: WalWriter, rows: dict[int, int]) -> int:
 
 
 class WriterCrashReader(RuleBasedStateMachine):
-    """Drives a writer through appends, kills with torn writes, and restarts; a model knows what must come back."""
+    """Drives a writer through appends, kills with torn writes, and restarts; a model knows what must come back.
+
+    How far the writer's thread is when it is killed is chance, so no rule and no draw depends on the state: hypothesis
+    takes a machine for broken that draws differently when it is run again.
+    """
 
     root: Path
     level: Literal["process", "node", "cluster"]
@@ -135,19 +139,21 @@ class WriterCrashReader(RuleBasedStateMachine):
         self.slots[slot] = member
         self.truth[member] = []
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.slots)), min_size=1, unique=True))
+    @rule(left_out=st.integers(0, 255))
+    def step(self, left_out: int) -> None:
+        chosen = [slot for slot in sorted(self.slots) if not left_out >> slot % 8 & 1]
+        if not chosen:
+            return
         rows = {slot: 1000 * self.slots[slot] + len(self.truth[self.slots[slot]]) for slot in chosen}
         append_rows(self.writer, rows)
         for slot, token in rows.items():
             self.truth[self.slots[slot]].append(token)
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def close_one(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.slots)))
+    @rule(place=st.integers(0, 15))
+    def close_one(self, place: int) -> None:
+        if not self.slots:
+            return
+        slot = sorted(self.slots)[place % len(self.slots)]
         self.writer.append_close(slot, StopReason.EOS)
         self.closed.add(self.slots.pop(slot))
 
@@ -157,12 +163,11 @@ class WriterCrashReader(RuleBasedStateMachine):
         self.acknowledged = {member: len(got) for member, got in self.truth.items()}
         self.delivered = set(self.closed)
 
-    @precondition(lambda self: not self.slots)
     @rule(num_requests=st.integers(0, 6))
     def end_step(self, num_requests: int) -> None:
         """What the loop does: everything of its step is over and durable, then a checkpoint may cover it."""
         for _ in range(num_requests):
-            self.open()
+            self.open()  # beside those that are open
         if self.slots:
             rows = {slot: 1000 * member for slot, member in self.slots.items()}
             append_rows(self.writer, rows)
