@@ -6,6 +6,7 @@ in practice (median 3,000, sigma 1, cut at 32,768 tokens), scaled by 1/80, and s
 What this does not prove: the real model's bits over a restart (rollout/engine), durability against power cuts.
 """
 
+import functools
 import math
 import multiprocessing
 import os
@@ -44,6 +45,7 @@ from tests.helpers.toy_fleet import (
 )
 
 LENGTHS = lognormal(37.5, 410)
+MEMORYLESS = geometric(300, 4000)
 SIGNIFICANT_Z = 1.96
 ALARM_Z = 4.0
 
@@ -53,9 +55,16 @@ def _run(root: Path, asked: Toy, policy: Policy, kill_every: float, **sizes: Any
     return outcome, length_bias(*outcome.columns())
 
 
+@functools.cache
+def _reference(model: ToyModel, num_requests: int, run_seed: int) -> tuple[Toy, Book]:
+    """Requests and what becomes of them undisturbed; read only."""
+    asked = toy(model, num_requests, run_seed=run_seed)
+    return asked, undisturbed(asked)
+
+
 def _control(model: ToyModel, num_requests: int) -> npt.NDArray[np.int64]:
     """Lengths of an arm that nothing interrupts, with draws of its own."""
-    return undisturbed(toy(model, num_requests, run_seed=1000)).delivered
+    return _reference(model, num_requests, 1000)[1].delivered
 
 
 def _welch(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> float:
@@ -78,7 +87,7 @@ def _rings(bias: LengthBias) -> bool:
 def test_ten_thousand_rollouts_under_random_kills_are_the_undisturbed_ones(tmp_path: Path) -> None:
     """A request of mean length is interrupted with probability 0.25; the alarm has nothing to say."""
     asked = toy(LENGTHS, 10_000, run_seed=1)
-    outcome, bias = _run(tmp_path, asked, Policy.ROLL_FORWARD, 200, replicas=64, slots=64)
+    outcome, bias = _run(tmp_path, asked, Policy.ROLL_FORWARD, 200, replicas=40, slots=128)
     assert outcome.kills > 80
     assert _num_equal(outcome.book, undisturbed(asked)) == 10_000
     assert outcome.published_lost == 0
@@ -101,9 +110,9 @@ def test_restarting_and_dropping_are_found(
 ) -> None:
     """At the sizes at which a t-test against an undisturbed arm has a power of 0.8: intervals of 50,000, 20,000 and
     8,000 tokens. The alarm compares the arm with its own censored attempts; 132 responses are few for its threshold."""
-    asked = toy(LENGTHS, num_requests, run_seed=2)
-    outcome, bias = _run(tmp_path, asked, policy, interval, replicas=num_requests // 20, slots=10)
-    assert _num_equal(outcome.book, undisturbed(asked)) < 0.99 * num_requests
+    asked, expected = _reference(LENGTHS, num_requests, 2)
+    outcome, bias = _run(tmp_path, asked, policy, interval, replicas=num_requests // 30, slots=15)
+    assert _num_equal(outcome.book, expected) < 0.99 * num_requests
     assert bias.z < -beyond
     assert _rings(bias) or beyond < ALARM_Z
     assert bias.shift / bias.natural.mean < -0.05
@@ -136,11 +145,10 @@ def test_a_restarting_fleet_ends_sooner_at_every_position(tmp_path: Path) -> Non
 def test_with_a_log_that_lags_64_steps_only_early_publication_is_biased(tmp_path: Path, policy: Policy) -> None:
     """Geometric lengths, a crash every 200 steps. Rolled back and drawn anew, the law stays, if ends are rolled back
     too; published before they are durable they are not, and the rest gets a second chance to end."""
-    model = geometric(300, 4000)
-    asked = toy(model, 192, run_seed=4)
+    asked, expected = _reference(MEMORYLESS, 192, 4)
     outcome, bias = _run(tmp_path, asked, policy, 200, replicas=8, slots=24, lag=64)
-    welch = _welch(_delivered(outcome), _control(model, 192))
-    num_equal = _num_equal(outcome.book, undisturbed(asked))
+    welch = _welch(_delivered(outcome), _control(MEMORYLESS, 192))
+    num_equal = _num_equal(outcome.book, expected)
     assert outcome.kills > 50
     if policy is Policy.EARLY:
         assert outcome.published_lost > 1000
