@@ -54,7 +54,7 @@ COMPANIONS = (
 _BLOCK_ROWS = 128
 """Blocks of quantised weights end at multiples of this many rows."""
 
-_CHUNK_ELEMENTS = 2**20
+_CHUNK_ELEMENTS = 2**17
 """About how many elements are numbers at a time."""
 
 
