@@ -20,6 +20,10 @@ class CheckpointError(ModelError, ValueError):
     """A checkpoint is damaged, incomplete or not of this configuration; the message names file and tensor."""
 
 
+class WeightShapeError(ModelError, ValueError):
+    """Published bytes are those of a tensor of another shape or type; nothing was cast or broadcast."""
+
+
 class TokenizerError(ModelError, ValueError):
     """A tokenizer file or a text to encode is unusable; give another file or valid text."""
 

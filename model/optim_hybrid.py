@@ -201,19 +201,17 @@ class HybridOptimizer:
             Groups of routed experts' weights whose scale the format's range raised (`mxfp4_clamped_groups`), of all
             ranks.
         """
-        clamped = 0
+        weights.take_clamped()
         for name, master in {**self._adamw.parameters(), **self._dense_masters()}.items():
             weights.replace(name, weights.pack(name, master))
-            clamped += weights.clamped_groups(name, master)
+        clamped = weights.take_clamped()
         if self.experts is not None:
             packed: list[PackedTensor] = []
-            raised = 0
             matrices = self.experts.muon.matrices
             for matrix, master in zip(matrices, flat_views(self.experts.muon.masters, matrices), strict=True):
                 packed.append(weights.pack(matrix.tensor, master))
-                raised += weights.clamped_groups(matrix.tensor, master)
             self._replace_experts(weights, packed_bytes(packed))
-            clamped += int(self.groups.exact_sum(torch.tensor([raised]))[0])
+            clamped += int(self.groups.exact_sum(torch.tensor([weights.take_clamped()]))[0])
         return clamped
 
     def masters(self) -> dict[str, Tensor]:

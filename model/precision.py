@@ -14,7 +14,8 @@ import torch
 from rollforward.kernels.errors import NonFiniteError
 from rollforward.kernels.quant.bf16 import fake_quant_bf16
 from rollforward.kernels.quant.fp8 import fake_quant_fp8_block, fp8_block_dequantise, fp8_block_quantise
-from rollforward.kernels.quant.mxfp4 import fake_quant_mxfp4, mxfp4_dequantise, mxfp4_quantise
+from rollforward.kernels.quant.mxfp4 import fake_quant_mxfp4, mxfp4_dequantise, mxfp4_quantise_counted
+from rollforward.model.errors import WeightShapeError
 from rollforward.model.shapes import TensorFormat, TensorSpec
 
 
@@ -35,6 +36,11 @@ class PackedTensor(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def pack_published(spec: TensorSpec, master: torch.Tensor) -> PackedTensor:
+    """Quantise an FP32 master to its published format; `pack_counted` without the count."""
+    return pack_counted(spec, master)[0]
+
+
+def pack_counted(spec: TensorSpec, master: torch.Tensor) -> tuple[PackedTensor, int]:
     """Quantise an FP32 master to its published format.
 
     Args:
@@ -42,7 +48,8 @@ def pack_published(spec: TensorSpec, master: torch.Tensor) -> PackedTensor:
         master: float32 of spec.shape; for format int64 an int64 tensor, which is never cast.
 
     Returns:
-        The published bytes, detached and contiguous. fp32 and int64 share storage with `master` if it is contiguous.
+        The published bytes, detached and contiguous, and how many FP4 groups the clamped-group policy raised. fp32 and
+        int64 share storage with `master` if it is contiguous.
 
     Raises:
         NonFiniteError: the master holds NaN or infinity, or overflows BF16; names the tensor.
@@ -51,11 +58,11 @@ def pack_published(spec: TensorSpec, master: torch.Tensor) -> PackedTensor:
     """
     tensor = master.detach()
     if spec.format == "int64":
-        return PackedTensor(format="int64", data=tensor.contiguous())
-    scale = None
+        return PackedTensor(format="int64", data=tensor.contiguous()), 0
+    scale, num_clamped = None, 0
     try:
         if spec.format == "mxfp4":
-            data, scale = mxfp4_quantise(tensor)
+            data, scale, num_clamped = mxfp4_quantise_counted(tensor)
         elif spec.format == "fp8":
             data, scale = fp8_block_quantise(tensor)
         else:
@@ -64,7 +71,7 @@ def pack_published(spec: TensorSpec, master: torch.Tensor) -> PackedTensor:
                 _raise_non_finite(data)
     except NonFiniteError as error:
         raise NonFiniteError(f"{spec.name}: {error}") from error
-    return PackedTensor(format=spec.format, data=data.contiguous(), scale=scale)
+    return PackedTensor(format=spec.format, data=data.contiguous(), scale=scale), num_clamped
 
 
 def unpack_published(packed: PackedTensor) -> torch.Tensor:
@@ -76,6 +83,32 @@ def unpack_published(packed: PackedTensor) -> torch.Tensor:
     if packed.format == "int64":
         return packed.data
     return packed.data.to(torch.float32)
+
+
+def unpack_into(target: torch.Tensor, packed: PackedTensor) -> None:
+    """Write the exact value of published bytes into a tensor that exists, one matrix of a stack at a time.
+
+    Args:
+        target: float32 (int64 for tables), of the value's shape; keeps its memory.
+        packed: the bytes.
+
+    Raises:
+        WeightShapeError: the value has another shape or type; nothing is cast or broadcast.
+    """
+    columns = packed.data.shape[-1] * (2 if packed.format == "mxfp4" else 1)
+    expected = torch.int64 if packed.format == "int64" else torch.float32
+    if target.dtype != expected or tuple(target.shape) != (*packed.data.shape[:-1], columns):
+        raise WeightShapeError(
+            f"a {packed.format} value of {[*packed.data.shape[:-1], columns]} was given for a {target.dtype} tensor of"
+            f" {list(target.shape)}; it is never cast. Publish this model's weights"
+        )
+    if packed.scale is None:
+        target.copy_(packed.data)  # BF16 becomes float32 on the way, exactly
+    elif packed.data.dim() == 2:
+        target.copy_(unpack_published(packed))
+    else:
+        for row, data, scale in zip(target, packed.data, packed.scale, strict=True):
+            unpack_into(row, PackedTensor(format=packed.format, data=data, scale=scale))
 
 
 def published_value(tensor_format: TensorFormat, master: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,16 @@ themselves are the optimizer's (`optim_hybrid.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rollforward.kernels.quant.mxfp4 import mxfp4_clamped_groups
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import TrainerError
+from rollforward.model.fingerprint import is_same_value
 from rollforward.model.matrices import LogicalMatrix
-from rollforward.model.precision import PackedTensor, pack_published, unpack_published
+from rollforward.model.precision import PackedTensor, pack_counted, unpack_published
 from rollforward.model.shapes import TensorFormat, TensorSpec, param_specs, unstacked
 from rollforward.model.train_config import Precision
 
@@ -28,7 +28,7 @@ QUANTISED: tuple[TensorFormat, ...] = ("mxfp4", "fp8", "bf16")
 class PublishedWeights:
     """Bytes and values of every tensor of a model, by canonical name; the same on every rank.
 
-    In ``fp32`` precision, which quantises nothing, values are the masters and bytes are packed when they are asked for.
+    In ``fp32`` precision, which quantises nothing, both are the masters.
     """
 
     def __init__(self, config: ModelConfig, named: Mapping[str, Tensor], precision: Precision) -> None:
@@ -37,12 +37,13 @@ class PublishedWeights:
         self._is_native = precision == "native"
         self._packed: dict[str, PackedTensor] = {}
         self._values: dict[str, Tensor] = {}
-        self._num_flipped = self._num_codes = 0
+        self._num_flipped = self._num_codes = self._num_clamped = 0
         for spec in self._specs.values():
             packed = self.pack(spec.name, named[spec.name])
             self._packed[spec.name] = packed
             # Never the bytes' own storage, which plain formats share.
             self._values[spec.name] = unpack_published(packed).clone().requires_grad_(spec.trained)
+        self._num_clamped = 0
 
     @property
     def values(self) -> Mapping[str, Tensor]:
@@ -70,7 +71,12 @@ class PublishedWeights:
 
     def pack(self, name: str, master: Tensor) -> PackedTensor:
         """Return the bytes that a master of the whole tensor, or of one of its stacked experts, becomes; a copy."""
-        return _packed_copy(self._format_of(name), master)
+        packed, num_clamped = pack_counted(self._format_of(name), master)
+        self._num_clamped += num_clamped
+        if packed.data.data_ptr() != master.data_ptr():
+            return packed
+        # Plain formats share the master's memory, which the next step writes to.
+        return PackedTensor(format=packed.format, data=packed.data.clone(), scale=packed.scale)
 
     def replace(self, name: str, packed: PackedTensor) -> None:
         """Take new bytes of a whole tensor; what was handed out before keeps the old ones."""
@@ -107,9 +113,10 @@ class PublishedWeights:
         for name, packed in stacked.items():
             self.replace(name, packed)
 
-    def clamped_groups(self, name: str, master: Tensor) -> int:
-        """Return how many groups of a master the clamped-group policy raises; 0 where it is not published in FP4."""
-        return mxfp4_clamped_groups(master) if self._format_of(name).format == "mxfp4" else 0
+    def take_clamped(self) -> int:
+        """Return how many FP4 groups had their scale raised in `pack` since the last call."""
+        count, self._num_clamped = self._num_clamped, 0
+        return count
 
     def take_flips(self) -> tuple[int, int]:
         """Return how many FP4 codes `replace` changed since the last call, and of how many."""
@@ -117,38 +124,38 @@ class PublishedWeights:
         self._num_flipped = self._num_codes = 0
         return counts
 
-    def published(self) -> dict[str, PackedTensor]:
-        """Return the bytes of every tensor, proven to be those of the values that the forward reads.
+    @property
+    def formats(self) -> dict[str, TensorFormat]:
+        """The format in which each tensor is published."""
+        return {name: packed.format for name, packed in self._packed.items()}
+
+    def proven(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the forward reads of every tensor, in order, each once it is proven to be what its bytes say.
 
         Raises:
-            TrainerError: a value is not what its bytes say; names the tensors. Nothing may be published.
+            TrainerError: it is not; names the tensor. Nothing may be published.
         """
-        wrong = [name for name, packed in self._packed.items() if not self._holds(name, packed)]
-        if wrong:
-            raise TrainerError(
-                f"{', '.join(wrong[:5])}: the forward's values are not those of the bytes to be published"
-                f" ({len(wrong)} tensors). Something wrote to them; resume from the last checkpoint"
-            )
-        if self._is_native:
-            return dict(self._packed)
-        return {name: _packed_copy(spec, self._values[name]) for name, spec in self._specs.items()}
+        for name, packed in self._packed.items():
+            if not is_same_value(unpack_published(packed), self._values[name]):
+                raise TrainerError(
+                    f"{name}: the forward's values are not those of the bytes to be published. Something wrote to them;"
+                    " resume from the last checkpoint"
+                )
+            yield name, self._values[name].detach()
 
-    def _holds(self, name: str, packed: PackedTensor) -> bool:
-        return torch.equal(self._values[name].view(torch.uint8), unpack_published(packed).view(torch.uint8))
+    def published(self) -> dict[str, PackedTensor]:
+        """Return the bytes of every tensor, all of them proven.
+
+        Raises:
+            TrainerError: as `proven`.
+        """
+        return {name: self._packed[name] for name, _ in self.proven()}
 
     def _format_of(self, name: str) -> TensorSpec:
         spec = self._specs[name]
         if self._is_native or spec.format == "int64":
             return spec
         return TensorSpec(name=name, shape=spec.shape, format="fp32", trained=spec.trained)
-
-
-def _packed_copy(spec: TensorSpec, master: Tensor) -> PackedTensor:
-    """Published bytes in memory of their own: plain formats would share the master's, which the next step writes to."""
-    packed = pack_published(spec, master)
-    if packed.data.data_ptr() != master.data_ptr():
-        return packed
-    return PackedTensor(format=packed.format, data=packed.data.clone(), scale=packed.scale)
 
 
 def packed_bytes(matrices: Sequence[PackedTensor]) -> Tensor:

@@ -15,7 +15,7 @@ values (``published.py``), losses (rl/losses), batches (rl/batch.py), actors.
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +34,7 @@ from rollforward.model.precision import PackedTensor
 from rollforward.model.published import PublishedWeights
 from rollforward.model.routing import Routing
 from rollforward.model.scoring import ScoringBatch, target_logprobs
+from rollforward.model.shapes import TensorFormat
 from rollforward.model.train_config import BalanceConfig, OptimConfig, Precision
 from rollforward.model.trainer_state import read_tensors, write_tensors
 from rollforward.model.transformer import Transformer
@@ -121,6 +122,11 @@ class Trainer:
         self._num_steps = 0
 
     @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self._config
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps done so far, over restarts."""
         return self._num_steps
@@ -204,6 +210,30 @@ class Trainer:
             TrainerError: the forward's values are not those of the bytes.
         """
         return self._published.published()
+
+    @property
+    def formats(self) -> dict[str, TensorFormat]:
+        """The format in which each canonical tensor is published."""
+        return self._published.formats
+
+    def proven_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the next forward reads of each canonical tensor; see ``PublishedWeights.proven``."""
+        return self._published.proven()
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the log-probs of all tokens but the first under the current weights, float32 [T - 1]. Of this rank
+        alone."""
+        token_ids_T = torch.tensor(token_ids)
+        scored_mask_T = torch.ones(len(token_ids), dtype=torch.bool)
+        scored_mask_T[-1] = False
+        batch = ScoringBatch(
+            token_ids_T=token_ids_T,
+            sequence_lengths=(len(token_ids),),
+            target_ids_T=token_ids_T.roll(-1),
+            scored_mask_T=scored_mask_T,
+        )
+        return target_logprobs(self._transformer, self._weights, batch, temperature=1.0)[0][:-1]
 
     def save(self, directory: Path) -> None:
         """Write masters, optimizer state, gate biases and step count into a directory that all ranks see; the caller

@@ -49,7 +49,7 @@ from rollforward.rl.checkpoints import (
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.metrics import group_metrics, log_metrics, turn_metrics
+from rollforward.rl.metrics import group_metrics, log_metrics, sync_metrics, turn_metrics
 from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.prompts import PromptSource
 from rollforward.rl.refill import Sampled, StepGroups, sample_groups
@@ -179,6 +179,7 @@ class Controller:
         self._tracker = tracker
         self._seconds: dict[str, float] = {}
         self._manifest: WeightsManifest | None = None
+        self._sync_metrics: tuple[Metric, ...] = ()
 
     def run(self) -> RunOutcome:
         """Do what is left of the run and return its outcome.
@@ -254,6 +255,7 @@ class Controller:
         self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
         with self._timed("update_weights"):
             self._publish(state.step + 1)
+        values |= metric_values(self._sync_metrics)
         values["perf/total_num_tokens"] = float(sum(row.num_tokens for row in batch.rows))
         after = LoopState(
             step=state.step + 1,
@@ -332,9 +334,13 @@ class Controller:
     def _publish(self, policy_version: int) -> None:
         """Publish the learner's weights; the gate opens where every replica proves that it holds them."""
         root = self._run_dir / WEIGHTS_NAME
-        self._manifest = self._learner.publish(root, policy_version)
-        for ack in self._rollout.load_weights(version_directory(root, policy_version)):
+        start_s = time.monotonic()
+        before, self._manifest = self._manifest, self._learner.publish(root, policy_version)
+        publish_s = time.monotonic() - start_s
+        acks = self._rollout.load_weights(version_directory(root, policy_version))
+        for ack in acks:
             check_acknowledgement(self._manifest, ack)
+        self._sync_metrics = sync_metrics(before, self._manifest, acks, publish_s=publish_s)
 
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         with self._timed("testing"):

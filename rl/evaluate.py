@@ -6,12 +6,17 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf import console
-from rollforward.model.checkpoint import read_packed
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.setup import load_parts
 from rollforward.rollout.replica import Replica
-from rollforward.rollout.weights import WEIGHTS_NAME, check_acknowledgement, publish_weights, version_directory
+from rollforward.rollout.weights import (
+    WEIGHTS_NAME,
+    check_acknowledgement,
+    checkpoint_source,
+    publish_weights,
+    version_directory,
+)
 
 
 def main(run: EvalRun) -> int:
@@ -27,7 +32,8 @@ def main(run: EvalRun) -> int:
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     root = run_dir / WEIGHTS_NAME
-    manifest = publish_weights(root, 0, parts.model_config, read_packed(model_dir, parts.model_config))
+    # Without a canary: no forward but the engine's is here, and one of its own would take the model's memory twice.
+    manifest = publish_weights(root, 0, parts.model_config, checkpoint_source(model_dir, parts.model_config))
     evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
     replica = Replica(
         "eval",

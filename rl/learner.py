@@ -4,7 +4,7 @@ Here: the machine that an actor wraps, one rank. Not here: Ray (actors.py), the 
 (losses/), batches (batch.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
@@ -30,11 +30,38 @@ from rollforward.rl.losses.base import loss_inputs
 from rollforward.rl.losses.registry import policy_loss
 from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rl.samples import StepSamples, open_step
-from rollforward.rollout.weights import WeightsManifest, publish_weights
+from rollforward.rollout.weights import (
+    Canary,
+    WeightsManifest,
+    canary_ids,
+    canonical_source,
+    logprob_bits,
+    publish_weights,
+)
 
 _NUM_WORST = 3
 TOKENIZER_NAME = "tokenizer.json"
 """Travels with every published version, so that each is a complete model directory."""
+
+
+def publish_trained(
+    root: Path, policy_version: int, trainer: Trainer, extra_files: Mapping[str, bytes]
+) -> WeightsManifest:
+    """Publish what a trainer's next forward reads, with what that forward makes of the fixed prompt; see
+    ``publish_weights``. Of one rank.
+
+    Raises:
+        TrainerError: a value is not what its bytes say; nothing was published.
+    """
+    token_ids = canary_ids(trainer.config)
+    return publish_weights(
+        root,
+        policy_version,
+        trainer.config,
+        canonical_source(trainer.config, trainer.formats, trainer.proven_values()),
+        extra_files=extra_files,
+        canary=Canary(token_ids=token_ids, logprobs=logprob_bits(trainer.logprobs(token_ids))),
+    )
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,14 +163,8 @@ class Learner:
         return dict(self._trainer.quantised)
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
-        """Write the masters' published bytes as a version; see ``publish_weights``."""
-        return publish_weights(
-            root,
-            policy_version,
-            self._model_config,
-            self._trainer.published(),
-            extra_files=self._files,
-        )
+        """Write the weights of the next forward as a version; see ``publish_trained``."""
+        return publish_trained(root, policy_version, self._trainer, self._files)
 
     def save(self, directory: Path) -> None:
         """Write masters and optimizer state into an existing directory."""

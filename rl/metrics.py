@@ -13,6 +13,7 @@ from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
 from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import FailureType, Group, Trajectory
+from rollforward.rollout.weights import WeightsAck, WeightsManifest
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
@@ -34,6 +35,32 @@ def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
             for failure in FailureType
         ),
     )
+
+
+def sync_metrics(
+    before: WeightsManifest | None, published: WeightsManifest, acks: Sequence[WeightsAck], *, publish_s: float
+) -> tuple[Metric, ...]:
+    """Return what one weight sync moved and took, under `weights/`.
+
+    Args:
+        before: the version before; None where this process published none, and what changed is not known.
+        published: the new one. acks: of all replicas.
+        publish_s: seconds until it was durable.
+    """
+
+    def one(name: str, value: float) -> Metric:
+        return Metric(name=f"weights/{name}", numerator=value, denominator=1, per="sync")
+
+    metrics = [
+        one("bytes", published.num_bytes),
+        one("publish_s", publish_s),
+        one("load_s", max((ack.load_s for ack in acks), default=0.0)),
+        one("never_written", sum(ack.never_written for ack in acks)),
+    ]
+    if before is not None:
+        changed = sum(before.tensors.get(name) != digest for name, digest in published.tensors.items())
+        metrics.append(one("changed_tensors", changed))
+    return tuple(metrics)
 
 
 def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:

@@ -24,7 +24,7 @@ from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, rest
 from rollforward.rl.config import FreshModel, SFTRun
 from rollforward.rl.conversations import ConversationSource, tokenizer_texts
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.learner import TOKENIZER_NAME, scoring_batch, worst_sequences
+from rollforward.rl.learner import TOKENIZER_NAME, publish_trained, scoring_batch, worst_sequences
 from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.setup import Parts, load_parts
@@ -32,7 +32,7 @@ from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import SamplingParams
-from rollforward.rollout.weights import WEIGHTS_NAME, check_acknowledgement, publish_weights, version_directory
+from rollforward.rollout.weights import WEIGHTS_NAME, check_acknowledgement, version_directory
 
 
 def main(run: SFTRun) -> int:
@@ -168,9 +168,7 @@ class SFTLoop:
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         """Publish the policy after ``step`` steps and answer the held-out questions with the engine."""
         root = self._run_dir / WEIGHTS_NAME
-        manifest = publish_weights(
-            root, step, self._parts.model_config, self._trainer.published(), extra_files=self._files
-        )
+        manifest = publish_trained(root, step, self._trainer, self._files)
         replica = Replica(
             "eval",
             self._run_dir / "wal" / "eval",

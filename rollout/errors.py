@@ -80,7 +80,12 @@ class EnvironmentConfigError(RolloutError, ValueError):
 
 
 class WeightsError(RolloutError, RuntimeError):
-    """Published weights are damaged or are not what their manifest says; the engine keeps the version it had."""
+    """What a replica holds, or what is to be published, is not what it must be; the replica gets no request."""
+
+
+class VersionRefusedError(WeightsError):
+    """A published version is absent, half, damaged or of another model. Nothing was touched: every engine that had
+    weights serves on with them. Publish again."""
 
 
 class LedgerError(RolloutError, RuntimeError):

@@ -18,14 +18,16 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from rollforward.model.checkpoint import iter_checkpoint
 from rollforward.model.config import ModelConfig
+from rollforward.model.errors import ModelError
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.kv_store import KvStats, KvStore
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import EnvironmentConfig
-from rollforward.rollout.errors import EngineError
+from rollforward.rollout.errors import EngineError, WeightsError
 from rollforward.rollout.interruptions import Interruption, find_interruptions
 from rollforward.rollout.publication import Publication
 from rollforward.rollout.tool_environment import build_environment
@@ -34,7 +36,7 @@ from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
-from rollforward.rollout.weights import WeightsAck, read_published, tensor_hashes
+from rollforward.rollout.weights import Canary, WeightsAck, check_version, logprob_bits
 
 _KV_SUFFIX = ".kv"
 _SAVING_SHARE = 0.8
@@ -193,6 +195,9 @@ class Replica:
         """
         torch.set_num_threads(config.threads)
         self.name = name
+        self._model_config = model_config
+        self._canary: Canary | None = None
+        self._load_s = 0.0
         self._generating = threading.Lock()
         with ExitStack() as opened:
             answering = None if environment is None else build_environment(environment)
@@ -227,18 +232,35 @@ class Replica:
             self._opened = opened.pop_all()
 
     def load_weights(self, directory: Path) -> WeightsAck:
-        """Take a published version and prove what is held: hashes of the engine's own tensors."""
-        manifest, _, tensors = read_published(directory)
-        self._engine.load_weights(manifest.policy_version, tensors)
-        return self.acknowledge()
+        """Take a published version and prove what is held; see ``acknowledge``.
+
+        Raises:
+            VersionRefusedError: it is not whole or not this model's. Nothing was touched, the version before serves on.
+            WeightsError: the engine failed half-way and serves nothing any more; replace the replica.
+            EngineError: requests are in flight or the version does not grow.
+        """
+        start_s = time.monotonic()
+        manifest = check_version(directory, self._model_config)
+        stored = iter_checkpoint(directory, self._model_config)
+        try:
+            self._engine.load_weights(manifest.policy_version, ((spec.name, packed) for spec, packed in stored))
+        except ModelError as error:
+            raise WeightsError(f"{directory} changed while it was loaded: {error}") from error
+        self._canary = manifest.canary
+        ack = self.acknowledge()
+        self._load_s = time.monotonic() - start_s
+        return msgspec.structs.replace(ack, load_s=self._load_s)
 
     def acknowledge(self) -> WeightsAck:
-        """Hash what the engine holds now."""
+        """Say what the engine holds now: fingerprints of its own tensors, and what it makes of the fixed prompt."""
         version = self._engine.policy_version
         return WeightsAck(
             replica=self.name,
             policy_version=-1 if version is None else version,
-            tensors=tensor_hashes(self._engine.held_tensors()),
+            tensors=self._engine.fingerprints(),
+            canary=() if self._canary is None else logprob_bits(self._engine.score(self._canary.token_ids)),
+            never_written=len(self._engine.never_written),
+            load_s=self._load_s,
         )
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -28,6 +28,7 @@ from rollforward.rollout.errors import (
     EngineError,
     RolloutError,
     RolloutLostError,
+    VersionRefusedError,
     WalStalledError,
     WalWriteError,
     WeightsError,
@@ -170,7 +171,8 @@ class Supervisor:
 
         Raises:
             EngineError: the version does not grow.
-            WeightsError: the directory has no readable manifest.
+            VersionRefusedError: the directory is absent, half, damaged or another model's. The version before stays in
+                service: a replica that had taken the new one before another refused it is started again.
             RolloutLostError: a replica was lost too often, or holds something else again and again.
         """
         manifest = read_manifest(directory)
@@ -178,8 +180,16 @@ class Supervisor:
             raise EngineError(
                 f"weights {manifest.policy_version} came after {self._manifest.policy_version}; versions only grow"
             )
+        before = self._manifest, self._directory
         self._manifest, self._directory = manifest, directory
-        acks = self._run(lambda _: None)
+        try:
+            acks = self._run(lambda _: None)
+        except VersionRefusedError:
+            self._manifest, self._directory = before
+            for replica in self._replicas:
+                if replica.ack is not None and replica.ack.policy_version == manifest.policy_version:
+                    self._end(replica)
+            raise
         for replica in self._replicas:
             replica.num_restarts = 0
         return acks
@@ -228,6 +238,9 @@ class Supervisor:
         """Bring every replica to readiness, ask it, and return the answers; without a question what it holds."""
         tasks = [_Task(replica, self._serve(replica, ask)) for replica in self._replicas]
         self._drive(tasks)
+        for task in tasks:
+            if isinstance(task.answer, VersionRefusedError):
+                raise task.answer
         return [task.answer for task in tasks]
 
     def _serve(self, replica: _Replica, ask: Callable[[_Replica], object | None]) -> _Steps:
@@ -239,6 +252,8 @@ class Supervisor:
                 return replica.ack if call is None else (yield from self._answer(call))
             except _ToldToLeave as told:
                 yield from self._hand_over(replica, told.deadline_s)
+            except VersionRefusedError as error:
+                return error  # another process would refuse it too; raised when nobody is half-way any more
             except (WorkerLostError, WalWriteError, WalStalledError, WeightsError) as error:
                 self._give_up(replica, error)
 

@@ -57,7 +57,14 @@ def mxfp4_quantise(w: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tens
     Example: one group with 1.0, -0.3, 0.25, 2.7 -> scale byte 126 (0.5), values 1.0, -0.25, 0.25, 3.0
     """
     _check_weight("mxfp4_quantise", w)
-    return mxfp4_quantise_ref(w.detach(), strict=strict)
+    packed, scale, _ = mxfp4_quantise_ref(w.detach(), strict=strict)
+    return packed, scale
+
+
+def mxfp4_quantise_counted(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return `mxfp4_quantise(w)` and `mxfp4_clamped_groups(w)`, with the scales computed once."""
+    _check_weight("mxfp4_quantise_counted", w)
+    return mxfp4_quantise_ref(w.detach())
 
 
 def mxfp4_clamped_groups(w: torch.Tensor) -> int:
@@ -141,4 +148,5 @@ def mxfp4_canonicalise(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch
     Invariants: idempotent byte for byte; hashes of published weights are over this form.
     """
     _check_packed("mxfp4_canonicalise", packed, scale)
-    return mxfp4_quantise_ref(mxfp4_dequantise_ref(packed, scale))
+    packed, scale, _ = mxfp4_quantise_ref(mxfp4_dequantise_ref(packed, scale))
+    return packed, scale

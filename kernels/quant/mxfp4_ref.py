@@ -71,13 +71,15 @@ def _round_mxfp4(w_RK: torch.Tensor, byte_RJ: torch.Tensor) -> torch.Tensor:
     return round_to_grid(E2M1, groups * power_of_two(254 - byte_RJ).unsqueeze(-1))
 
 
-def mxfp4_quantise_ref(w_RK: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise [..., R, K] float32 to (packed int8 [..., R, K/2], scale bytes uint8 [..., R, K/32])."""
+def mxfp4_quantise_ref(w_RK: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Quantise [..., R, K] float32 to (packed int8 [..., R, K/2], scale bytes uint8 [..., R, K/32], groups whose scale
+    was raised)."""
     byte_RJ, is_clamped_RJ = mxfp4_scales_ref(w_RK)
-    if strict and bool(is_clamped_RJ.any()):
-        raise ScaleRangeError(_clamp_message("mxfp4_quantise", int(is_clamped_RJ.sum())))
+    num_clamped = int(is_clamped_RJ.sum())
+    if strict and num_clamped:
+        raise ScaleRangeError(_clamp_message("mxfp4_quantise", num_clamped))
     codes = e2m1_encode(_round_mxfp4(w_RK, byte_RJ)).flatten(-2)
-    return pack_nibbles(codes), byte_RJ.to(torch.uint8)
+    return pack_nibbles(codes), byte_RJ.to(torch.uint8), num_clamped
 
 
 def fake_quant_mxfp4_ref(w_RK: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,14 @@
 ``local.py`` is our own engine. Another one (a server at scale) implements the same protocol in a file beside it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from rollforward.model.precision import PackedTensor
 from rollforward.rollout.engine.kv_store import KvStore
-from rollforward.rollout.types import Completion, Request, ResumeStats
+from rollforward.rollout.types import Completion, Float32Array, Request, ResumeStats
 
 
 class Engine(Protocol):
@@ -21,20 +21,42 @@ class Engine(Protocol):
         """Version of the weights in use; None before the first ``load_weights``."""
         ...
 
-    def load_weights(self, policy_version: int, tensors: Mapping[str, PackedTensor]) -> None:
-        """Take new weights; nothing may be in flight.
+    def load_weights(
+        self, policy_version: int, tensors: Mapping[str, PackedTensor] | Iterator[tuple[str, PackedTensor]]
+    ) -> None:
+        """Take new weights into the tensors that are there, one at a time; nothing may be in flight.
 
         Args:
             policy_version: greater than the version in use.
-            tensors: canonical names -> published bytes, all of the model.
+            tensors: canonical names and published bytes, all of the model, as they were checked.
 
         Raises:
-            EngineError: requests are in flight or the version does not grow.
+            EngineError: requests are in flight or the version does not grow; nothing was touched.
+            WeightsError: a tensor was left unwritten, is not of the model, or an earlier load failed: the engine is
+                poisoned, and serves nothing any more. Whatever else is raised while tensors are written poisons too.
+        """
+        ...
+
+    @property
+    def never_written(self) -> tuple[str, ...]:
+        """Tensors that the last load did not write, by canonical name."""
+        ...
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of every tensor, by canonical name, computed from what the forward reads."""
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Return the log-probs of all tokens but the first, [T - 1], computed as they would be when sampled: the
+        first ones in chunks, the last ones one by one. Nothing may be in flight.
+
+        Raises:
+            WeightsError: the engine is poisoned. EngineError: it has no weights.
         """
         ...
 
     def held_tensors(self) -> Mapping[str, Tensor]:
-        """Return the very tensors that the engine's forward reads, by canonical name, for hashing."""
+        """Return the very tensors that the engine's forward reads, by canonical name."""
         ...
 
     def resume_stats(self) -> ResumeStats:
@@ -51,6 +73,7 @@ class Engine(Protocol):
             EngineInputError: a request that can never be served, that was asked for before in this life, or that the
                 log holds with another prompt, seed or sampling; nothing was started.
             EngineError: no weights are loaded, or an earlier call raised after it had started.
+            WeightsError: a load of weights failed half-way.
             WalWriteError, WalFencedError: the log failed; nothing more may be published by this replica.
             PausedError: ``pause`` was called.
         """

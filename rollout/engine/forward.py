@@ -3,7 +3,7 @@
 Here: tensors. Not here: who owns which slot or block (pool.py), which tokens are due (local.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -11,16 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollforward.model.cache import allocate_cache, copy_sequence
+from rollforward.kernels.loss.logprob import token_logprob
+from rollforward.model.cache import allocate_cache, block_tokens, copy_sequence
 from rollforward.model.config import ModelConfig
-from rollforward.model.precision import PackedTensor, unpack_published
+from rollforward.model.errors import WeightShapeError
+from rollforward.model.fingerprint import value_fingerprint, with_format
+from rollforward.model.precision import PackedTensor, unpack_into
 from rollforward.model.routing import Routing
 from rollforward.model.segments import Segment, SegmentBatch
+from rollforward.model.shapes import TensorFormat, TensorSpec, param_specs
 from rollforward.model.train_config import Precision
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import ModelWeights, build_weights
+from rollforward.rollout.engine.sampler import scaled_logits
 from rollforward.rollout.engine.sequence import Sequence
-from rollforward.rollout.types import Int16Array
+from rollforward.rollout.errors import WeightsError
+from rollforward.rollout.types import Float32Array, Int16Array
+
+_SCORED_ALONE = 8
+"""So many last tokens of a scored prompt are computed one by one, as in decoding."""
 
 
 class Chunk(NamedTuple):
@@ -43,7 +52,9 @@ class ForwardRunner:
         """Allocate nothing yet."""
         self._model_config = model_config
         self._transformer = Transformer(model_config, precision)
+        self._specs = {spec.name: spec for spec in param_specs(model_config)}
         self._values: dict[str, Tensor] = {}
+        self._formats: dict[str, TensorFormat] = {}
         self._weights: ModelWeights | None = None
         self._storage: dict[str, Tensor] = {}
 
@@ -52,10 +63,61 @@ class ForwardRunner:
         """The very tensors that the forward reads, by canonical name."""
         return self._values
 
-    def load(self, tensors: Mapping[str, PackedTensor]) -> None:
-        """Unpack published bytes into own memory: what is hashed is what is sampled with."""
-        self._values = {name: unpack_published(packed).clone() for name, packed in tensors.items()}
-        self._weights = build_weights(self._model_config, self._values)
+    @property
+    def never_written(self) -> tuple[str, ...]:
+        """Tensors that the last ``load`` did not write."""
+        return tuple(name for name in self._specs if name not in self._formats)
+
+    def load(self, tensors: Iterable[tuple[str, PackedTensor]]) -> None:
+        """Unpack published bytes into the tensors that are there, one after another; the first time they are made.
+
+        Args:
+            tensors: canonical names and bytes; each is let go before the next is taken.
+
+        Raises:
+            WeightsError: a name or a shape is not this model's. What was written before stays written.
+        """
+        if self._weights is None:
+            self._values = {name: _unwritten(spec) for name, spec in self._specs.items()}
+            self._weights = build_weights(self._model_config, self._values)
+        self._formats = {}
+        for name, packed in tensors:
+            if name not in self._values:
+                raise WeightsError(f"{name} is no tensor of this engine's model. Publish the model that it serves")
+            try:
+                unpack_into(self._values[name], packed)
+            except WeightShapeError as error:
+                raise WeightsError(f"{name}: {error}") from error
+            self._formats[name] = packed.format
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of every tensor that was written, from the values that the forward reads now."""
+        return {
+            name: value_fingerprint(with_format(self._specs[name], tensor_format), self._values[name])
+            for name, tensor_format in self._formats.items()
+        }
+
+    def score(self, token_ids: SequenceOf[int]) -> Float32Array:
+        """Return the log-probs of all tokens but the first, [T - 1], over a cache of their own; see ``Engine``."""
+        assert self._weights is not None, "LocalEngine checks that weights are loaded"
+        config = self._model_config
+        num_blocks = 1 + -(-len(token_ids) // block_tokens(config))
+        storage = allocate_cache(config, num_slots=1, num_blocks=num_blocks)
+        # Odd cuts, which fall into windows and compressed entries.
+        prefilled = max(len(token_ids) - 1 - _SCORED_ALONE, 1)
+        first = (2 * prefilled + 2) // 3
+        lengths = [first, prefilled - first, *[1] * (len(token_ids) - 1 - prefilled)]
+        rows: list[Tensor] = []
+        start = 0
+        for length in filter(None, lengths):
+            segment = Segment(start=start, length=length, slot=0, blocks=tuple(range(1, num_blocks)))
+            batch = SegmentBatch([segment], window=config.sliding_window)
+            token_T = torch.tensor(token_ids[start : start + length])
+            rows.append(self.logits(self._transformer.streams(self._weights, token_T, batch, storage)))
+            start += length
+        logits_TV = torch.cat(rows)
+        scaled_TV = scaled_logits(logits_TV, torch.ones(len(logits_TV)))
+        return token_logprob(scaled_TV, torch.tensor(token_ids[1:]), temperature=1.0)[0].numpy()
 
     def allocate(self, *, num_slots: int, num_blocks: int) -> None:
         """Replace the cache storage."""
@@ -117,6 +179,13 @@ class ForwardRunner:
         """Return the logits of the next token, [B, V] float32."""
         assert self._weights is not None, "run comes before"
         return self._transformer.logits(self._weights, self._transformer.hidden(self._weights, streams_BMD))
+
+
+def _unwritten(spec: TensorSpec) -> Tensor:
+    """A tensor that shows wherever it is read before it is written."""
+    if spec.format == "int64":
+        return torch.full(spec.shape, -1, dtype=torch.int64)
+    return torch.full(spec.shape, torch.nan)
 
 
 def _record_routes(chunks: SequenceOf[Chunk], routes_TLK: Int16Array) -> None:

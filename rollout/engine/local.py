@@ -19,7 +19,7 @@ process logged (resume.py), drawing (draw.py), the log (rollout/wal.py), tools (
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -39,8 +39,8 @@ from rollforward.rollout.engine.resume import LoggedRequests
 from rollforward.rollout.engine.scheduler import CacheStats, Scheduler
 from rollforward.rollout.engine.sequence import Sequence, split_sets
 from rollforward.rollout.environment import Environment, Observation
-from rollforward.rollout.errors import EngineError, EngineInputError, PausedError
-from rollforward.rollout.types import Completion, Request, RequestId, ResumeStats, StopReason
+from rollforward.rollout.errors import EngineError, EngineInputError, PausedError, WeightsError
+from rollforward.rollout.types import Completion, Float32Array, Request, RequestId, ResumeStats, StopReason
 from rollforward.rollout.wal import WalWriter
 from rollforward.rollout.wal_recovery import RecoveredLog
 
@@ -49,7 +49,8 @@ class LocalEngine:
     """Samples with the model's own forward on this machine. One thread; one ``generate`` at a time.
 
     States: without weights -> idle (``load_weights``) <-> generating (``generate``) -> failed, when ``generate`` raised
-    after it had started: every later ``generate`` and ``load_weights`` is refused. The log's next opening goes on. Any
+    after it had started: every later ``generate`` and ``load_weights`` is refused. The log's next opening goes on.
+    Idle -> poisoned, when ``load_weights`` failed half-way: nothing is served any more. Any
     state -> paused (``pause``, from any thread): the same, and ``save_kv`` may be called.
     """
 
@@ -85,6 +86,7 @@ class LocalEngine:
         self._environment = environment
         self._forward = ForwardRunner(model_config, precision)
         self._policy_version: int | None = None
+        self._poison: str | None = None
         self._scheduler = Scheduler(
             config, self._forward, block_tokens=block_tokens(model_config), restore=self._restore
         )
@@ -101,8 +103,11 @@ class LocalEngine:
         """Version of the weights in use; None before the first ``load_weights``."""
         return self._policy_version
 
-    def load_weights(self, policy_version: int, tensors: Mapping[str, PackedTensor]) -> None:
-        """Take new weights: unpack the published bytes and log the version. See ``Engine``."""
+    def load_weights(
+        self, policy_version: int, tensors: Mapping[str, PackedTensor] | Iterator[tuple[str, PackedTensor]]
+    ) -> None:
+        """Take new weights: unpack the published bytes in place and log the version. See ``Engine``."""
+        self._require_unpoisoned()
         if self._is_generating:
             raise EngineError(
                 f"weights {policy_version} came while requests are in flight; wait until generate returns, or replace"
@@ -110,12 +115,37 @@ class LocalEngine:
             )
         if self._policy_version is not None and policy_version <= self._policy_version:
             raise EngineError(f"weights {policy_version} came after {self._policy_version}; versions only grow")
-        self._forward.load(tensors)
+        self._poison = f"loading weights {policy_version} failed half-way"
+        self._forward.load(tensors if isinstance(tensors, Iterator) else tensors.items())
+        unwritten = self._forward.never_written
+        self._poison = (
+            f"weights {policy_version} left {len(unwritten)} tensors unwritten ({', '.join(unwritten[:5])})"
+            if unwritten
+            else None
+        )
+        self._require_unpoisoned()
         self._policy_version = policy_version
         self._scheduler.use_version(policy_version)
         if self._kv_store is not None:
             self._kv_store.discard_older(policy_version)
         self._log.append_version(policy_version)
+
+    @property
+    def never_written(self) -> tuple[str, ...]:
+        """Tensors that the last load did not write."""
+        return self._forward.never_written
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of what the forward reads, by canonical name."""
+        return self._forward.fingerprints()
+
+    @torch.no_grad()
+    def score(self, token_ids: SequenceOf[int]) -> Float32Array:
+        """Return the log-probs of all tokens but the first; see ``Engine``."""
+        self._require_unpoisoned()
+        if self._policy_version is None:
+            raise EngineError("score was called before load_weights")
+        return self._forward.score(token_ids)
 
     def held_tensors(self) -> Mapping[str, Tensor]:
         """Return the very tensors that the forward reads, by canonical name."""
@@ -161,6 +191,7 @@ class LocalEngine:
         """Sample every request to its end; see ``Engine``."""
         if self._is_generating:
             raise EngineError("an earlier generate raised with requests in flight; open a new replica on its log")
+        self._require_unpoisoned()
         version = self._policy_version
         if version is None:
             raise EngineError(
@@ -193,6 +224,13 @@ class LocalEngine:
         done |= {sequence.request.id: sequence.completion() for sequence in self._closed}
         self._is_generating = False
         return [done[request.id] for request in requests]
+
+    def _require_unpoisoned(self) -> None:
+        if self._poison is not None:
+            raise WeightsError(
+                f"{self._poison}: the engine holds a mixture of weights and serves nothing any more. Open a new replica"
+                " on its log"
+            )
 
     def _stop_if_paused(self) -> None:
         if not self._paused.is_set():

@@ -1,5 +1,6 @@
 """A tiny native-mode engine with a log in a temporary directory, and requests for it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import torch
 
 from rollforward.model.config import ModelConfig
-from rollforward.model.precision import PackedTensor, pack_published
+from rollforward.model.fingerprint import value_fingerprint, with_format
+from rollforward.model.precision import PackedTensor, pack_published, unpack_published
 from rollforward.model.shapes import param_specs
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.kv_store import KvStore
@@ -25,6 +27,14 @@ def packed_params(config: ModelConfig, seed: int = 1) -> dict[str, PackedTensor]
     """Published bytes of random masters."""
     params = random_params(config, seed)
     return {spec.name: pack_published(spec, params[spec.name]) for spec in param_specs(config)}
+
+
+def fingerprints(config: ModelConfig, packed: Mapping[str, PackedTensor]) -> dict[str, str]:
+    """What an engine must show that holds these bytes' values."""
+    return {
+        spec.name: value_fingerprint(with_format(spec, packed[spec.name].format), unpack_published(packed[spec.name]))
+        for spec in param_specs(config)
+    }
 
 
 def open_engine(

@@ -18,19 +18,21 @@ from rollforward.model.precision import PackedTensor
 from rollforward.model.scoring import ScoringBatch
 from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossPart, Trainer
+from rollforward.rl.learner import publish_trained
+from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.errors import WeightsError
+from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.weights import (
     WeightsAck,
     check_acknowledgement,
     publish_weights,
-    published_hashes,
     read_published,
     version_directory,
 )
 from tests.helpers.ranks import join_alone
-from tests.helpers.replicas import make_requests, open_engine
+from tests.helpers.replicas import PROCESS, fingerprints, make_requests, open_engine
 from tests.helpers.tiny import random_params, tiny_config
 
 LENGTHS = [1, 5, 17, 33, 66]
@@ -125,7 +127,7 @@ def test_one_flipped_bit_of_an_engine_weight_is_seen_and_named(trainer: Trainer,
     config = tiny_config()
     manifest = publish_weights(tmp_path / "weights", 1, config, trainer.published())
     flipped = _flip(trainer.published(), name)
-    ack = WeightsAck(replica="engine-0", policy_version=1, tensors=published_hashes(flipped))
+    ack = WeightsAck(replica="engine-0", policy_version=1, tensors=fingerprints(config, flipped))
     with pytest.raises(WeightsError, match=rf"engine-0 does not hold the published {name} \(version 1\)"):
         check_acknowledgement(manifest, ack)
     engine, log = open_engine(tmp_path / "log", flipped)
@@ -144,15 +146,19 @@ def test_what_is_published_is_what_is_read_and_acknowledged(trainer: Trainer, tm
     root = tmp_path / "weights"
     for version in (0, 1):
         manifest = publish_weights(root, version, config, trainer.published(), extra_files={"tokenizer.json": b"{}"})
-    assert [path.name for path in sorted(root.iterdir())] == ["v000001"]
+    assert [path.name for path in sorted(root.iterdir())] == ["v000000", "v000001"]
     read, read_config, packed = read_published(version_directory(root, 1))
     assert (read, read_config) == (manifest, config)
-    check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=published_hashes(packed)))
+    check_acknowledgement(
+        manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=fingerprints(config, packed))
+    )
     with pytest.raises(WeightsError, match="holds version 0, published is 1"):
         check_acknowledgement(
-            manifest, WeightsAck(replica="engine-0", policy_version=0, tensors=published_hashes(packed))
+            manifest, WeightsAck(replica="engine-0", policy_version=0, tensors=fingerprints(config, packed))
         )
-    partial = {name: value for name, value in published_hashes(packed).items() if name != "layers.0.ffn.gate.tid2eid"}
+    partial = {
+        name: value for name, value in fingerprints(config, packed).items() if name != "layers.0.ffn.gate.tid2eid"
+    }
     with pytest.raises(WeightsError, match=r"layers\.0\.ffn\.gate\.tid2eid"):
         check_acknowledgement(manifest, WeightsAck(replica="engine-0", policy_version=1, tensors=partial))
 
@@ -161,3 +167,34 @@ def test_a_published_directory_without_its_manifest_is_named(tmp_path: Path) -> 
     (tmp_path / "v000000").mkdir()
     with pytest.raises(WeightsError, match=r"v000000 holds no readable manifest\.json"):
         read_published(tmp_path / "v000000")
+
+
+def test_the_fixed_prompt_tells_other_arithmetic_from_other_weights(trainer: Trainer, tmp_path: Path) -> None:
+    """The publisher's own forward scores it in one run; engines decode it. One engine has the trainer's number formats,
+    the other computes activations in FP32 with the very same weights."""
+    manifest = publish_trained(tmp_path / "weights", 1, trainer, {})
+    assert manifest.canary is not None
+    config = tiny_config()
+    assert len(manifest.canary.token_ids) >= config.sliding_window + max(config.compress_ratios)
+    directory = version_directory(tmp_path / "weights", 1)
+    acks: dict[str, WeightsAck] = {}
+    for precision in ("native", "fp32"):
+        replica = Replica(
+            f"engine-{precision}",
+            tmp_path / precision,
+            config,
+            precision=precision,
+            config=RolloutConfig(threads=1, wal=PROCESS),
+        )
+        acks[precision] = replica.load_weights(directory)
+        replica.close()
+    check_acknowledgement(manifest, acks["native"])
+    assert acks["fp32"].tensors == acks["native"].tensors
+    with pytest.raises(WeightsError, match=r"engine-fp32: the weights are the same, arithmetic is not: the log"):
+        check_acknowledgement(manifest, acks["fp32"])
+    silent = msgspec.structs.replace(acks["native"], canary=())
+    with pytest.raises(WeightsError, match="arithmetic is not"):
+        check_acknowledgement(manifest, silent)
+    other = msgspec.structs.replace(acks["fp32"], tensors={**acks["fp32"].tensors, "norm.weight": "0"})
+    with pytest.raises(WeightsError, match=r"does not hold the published norm\.weight"):
+        check_acknowledgement(manifest, other)

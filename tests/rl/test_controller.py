@@ -26,8 +26,9 @@ from rollforward.rollout.errors import WeightsError
 from rollforward.rollout.types import Completion, Request, RequestId
 from rollforward.rollout.wal_records import RecordType
 from rollforward.rollout.wal_recovery import recover
-from rollforward.rollout.weights import published_hashes, read_published, version_directory
+from rollforward.rollout.weights import read_published, version_directory
 from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES, frame_seed, scan_frames
+from tests.helpers.replicas import fingerprints
 from tests.helpers.runs import build_controller, small_run, write_model
 
 
@@ -57,9 +58,8 @@ def test_engine_and_trainer_agree_to_the_bit_while_weights_move(
     outcome, tensors = undisturbed
     config = load_model_config(model_dir)
     specs = {spec.name: spec for spec in param_specs(config)}
-    start = published_hashes(
-        {name: pack_published(specs[name], master) for name, master in read_checkpoint(model_dir, config).items()}
-    )
+    masters = read_checkpoint(model_dir, config)
+    start = fingerprints(config, {name: pack_published(specs[name], master) for name, master in masters.items()})
     moved = [name for name, spec in specs.items() if spec.trained and tensors[name] != start[name]]
     assert len(moved) > len(specs) / 2
     assert outcome.rollout_probs_diff_max == 0.0
@@ -360,9 +360,14 @@ def test_held_out_answers_and_metrics_are_written(model_dir: Path, tmp_path: Pat
         "wal/commits",
         "timing_s/gen",
         "timing_s/step",
+        "weights/bytes",
+        "weights/publish_s",
+        "weights/load_s",
         "val-core/chain_sum/acc/mean@1",
     ):
         assert isinstance(lines[0][name], float | int), name
+    assert lines[0]["weights/never_written"] == 0
+    assert lines[0]["weights/changed_tensors"] > 10
     saved = json.loads((tmp_path / "run" / "eval_000001.json").read_text())
     assert saved[0]["judged"] == 4
     assert saved[0]["correct"] == outcome.after[0].correct

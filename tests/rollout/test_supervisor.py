@@ -23,6 +23,7 @@ from rollforward.rollout.errors import (
     EngineError,
     EngineInputError,
     RolloutLostError,
+    VersionRefusedError,
     WalFencedError,
     WalWriteError,
     WorkerLostError,
@@ -118,7 +119,8 @@ class Process:
         assert self.is_open
         version = int(directory.name)
         assert self.version is None or version > self.version, "weights only grow"
-        self.version = version
+        if not isinstance(self.answers.get("load_weights"), VersionRefusedError):
+            self.version = version
         ack = WeightsAck(replica=f"engine-{self.index}", policy_version=version, tensors=HASHES)
         return self._ask("load_weights", ack, 2.0)
 
@@ -400,6 +402,20 @@ def test_wrong_hashes_get_no_request(tmp_path: Path) -> None:
     world.current(1).dies_s = world.now_s
     with pytest.raises(RolloutLostError, match=r"engine-1 was lost 4 times .* holds version 1, published is 2"):
         supervisor.load_weights(publish(tmp_path, 2))
+
+
+def test_a_version_that_one_replica_refuses_leaves_the_one_before_in_service(tmp_path: Path) -> None:
+    """The other one had taken it, so it is started again; nobody is lost and nobody is asked with mixed weights."""
+    world = World()
+    supervisor = supervise(world, tmp_path)
+    step(supervisor, tmp_path)
+    world.current(1).answers["load_weights"] = VersionRefusedError("weights 2 are refused: w")
+    with pytest.raises(VersionRefusedError, match="weights 2 are refused: w"):
+        supervisor.load_weights(publish(tmp_path, 2))
+    assert supervisor.generate(REQUESTS) == EXPECTED
+    assert (world.lives(0), world.lives(1)) == (2, 1)
+    world.current(1).answers.clear()
+    assert [ack.policy_version for ack in supervisor.load_weights(publish(tmp_path, 3))] == [3, 3]
 
 
 def test_a_failed_log_is_taken_over_by_a_successor(tmp_path: Path) -> None:
