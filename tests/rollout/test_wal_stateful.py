@@ -163,9 +163,10 @@ class WriterCrashReader(RuleBasedStateMachine):
         self.acknowledged = {member: len(got) for member, got in self.truth.items()}
         self.delivered = set(self.closed)
 
-    @rule(num_requests=st.integers(0, 6))
-    def end_step(self, num_requests: int) -> None:
-        """What the loop does: everything of its step is over and durable, then a checkpoint may cover it."""
+    @rule(num_requests=st.integers(0, 6), behind=st.integers(0, 2))
+    def end_step(self, num_requests: int, behind: int) -> None:
+        """What the loop does: everything of its step is over and durable, a checkpoint covers it, what the oldest one
+        covers may go."""
         for _ in range(num_requests):
             self.open()  # beside those that are open
         if self.slots:
@@ -178,6 +179,7 @@ class WriterCrashReader(RuleBasedStateMachine):
             self.closed.add(self.slots.pop(slot))
         self.publish()
         self.loop_step += 1
+        self.retire(behind)
 
     @rule(behind=st.integers(0, 2))
     def retire(self, behind: int) -> None:
