@@ -20,12 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollforward.rollout.types import RequestId
-from rollforward.rollout.wal_files import (
-    EPOCH_NAME,
-    parse_segment_name,
-    read_epoch_file,
-    segment_name,
-)
+from rollforward.rollout.wal_files import EPOCH_NAME, parse_segment_name, read_epoch_file, segment_name
 from rollforward.rollout.wal_mirror import LogFiles, read_log_files
 from rollforward.rollout.wal_records import WAL_KIND
 from rollforward.rollout.wal_retention import Mark, read_mark
