@@ -29,15 +29,15 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     that is damaged once more fails as infra."""
     ledger: str | None = None
     """Socket of a ledger that is told of every token that leaves a replica; set by `rollforward drill`."""
-    heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    heartbeat_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] = 2.0
     """How often a replica's process is asked for a sign of life, seconds, while it has something to do."""
-    heartbeat_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] = 30.0
     """Seconds without a sign of life after which a replica's process is killed and started again from its log. Longer
     than a machine that is only busy keeps it from answering."""
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 180.0
+    start_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] = 180.0
     """Seconds that a replica's process may take to come up; one that does not counts as lost. Longer where a cluster
     must get a machine first."""
-    drain_s: Annotated[float, msgspec.Meta(gt=0)] = 25.0
+    drain_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] = 25.0
     """Seconds that a replica takes at most to hand over, on SIGTERM to its process and where a notice names no time of
     its own."""
     kv_save_bytes: Annotated[int, msgspec.Meta(ge=0)] = 8 << 30

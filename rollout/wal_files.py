@@ -10,9 +10,11 @@ Here: names, atomic creation, locking and fencing. Not here: the bytes (sandbox/
 (rollout/wal_commit.py), segments being written (rollout/wal_segments.py), reading (rollout/wal_scan.py).
 """
 
+import errno
 import fcntl
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Self
 
@@ -35,7 +37,9 @@ LOCK_NAME = "LOCK"
 """Name of the lock file."""
 
 _EPOCH_KIND = "EPOC"
-_SEGMENT_NAME = re.compile(r"(\d{8,})-(\d{6,})\.wal")
+# Numbers of more digits fit no header; such a name is nobody's.
+_SEGMENT_NAME = re.compile(r"([0-9]{8,18})-([0-9]{6,18})\.wal")
+_MAX_BYTES = 1 << 34
 
 
 def segment_name(epoch: int, segment: int) -> str:
@@ -49,10 +53,32 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def read_regular(path: Path) -> bytes:
+    """Returns the bytes of a file; never waits for a pipe, reads a device, or takes more than a log's files can hold.
+
+    Raises:
+        OSError: the kernel's; it is no regular file; it is larger than any file of a log, or than the memory.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > _MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes are more than any file of a log has", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    except MemoryError:
+        raise OSError(errno.ENOMEM, "more bytes than fit the memory", str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
 def read_epoch_file(directory: Path) -> SegmentHeader | None:
     """Returns the content of EPOCH (stream and epoch), or None when it is absent or does not verify."""
     try:
-        header = parse_segment_header((directory / EPOCH_NAME).read_bytes())
+        header = parse_segment_header(read_regular(directory / EPOCH_NAME))
     except OSError:
         return None
     return header if isinstance(header, SegmentHeader) and header.kind == _EPOCH_KIND else None
@@ -102,7 +128,8 @@ class EpochClaim:
 
         Raises:
             WalLockedError: another live process holds a lock.
-            WalUsageError: a directory belongs to another stream, or the mirror to another log.
+            WalUsageError: a directory belongs to another stream, or the mirror to another log, or something that is no
+                file has the name of one.
             OSError: a directory cannot be made or written.
 
         """
@@ -110,6 +137,7 @@ class EpochClaim:
         locks: list[int] = []
         try:
             for home in directories:
+                _check_place(home)
                 home.mkdir(parents=True, exist_ok=True)
                 _sync_parents(home)
                 locks.append(_lock(home / LOCK_NAME, takeover=takeover))
@@ -141,6 +169,15 @@ class EpochClaim:
         """Gives the locks back; safe to call twice."""
         while self._locks:
             os.close(self._locks.pop())
+
+
+def _check_place(home: Path) -> None:
+    """Raises WalUsageError where something stands in the way that no log leaves behind."""
+    if home.exists() and not home.is_dir():
+        raise WalUsageError(f"log directory {home} is no directory; move away what is there.")
+    for name in (LOCK_NAME, EPOCH_NAME, EPOCH_NAME + TEMPORARY_SUFFIX, RETIRED_NAME, RETIRED_NAME + TEMPORARY_SUFFIX):
+        if (home / name).exists() and not (home / name).is_file():
+            raise WalUsageError(f"log {home}: {name} is no regular file, and the log needs that name; move it away.")
 
 
 def _sync_parents(home: Path) -> None:

@@ -25,6 +25,7 @@ from rollforward.rollout.wal_files import (
     RETIRED_NAME,
     TEMPORARY_SUFFIX,
     parse_segment_name,
+    read_regular,
     replace_file,
     sync_directory,
 )
@@ -193,10 +194,11 @@ def _contents(directory: Path, findings: list[Finding], first: tuple[int, int] =
         if (parse_segment_name(path.name) or first) < first:
             continue
         try:
-            contents[path.name] = path.read_bytes()
-        except FileNotFoundError:
-            # A live writer removed it meanwhile.
-            continue
+            contents[path.name] = read_regular(path)
+        except FileNotFoundError as error:
+            if path.is_symlink():
+                findings.append(Finding(path, str(error), is_unreadable=True))
+            # Else a live writer removed it meanwhile.
         except OSError as error:
             findings.append(Finding(path, str(error), is_unreadable=True))
     return contents

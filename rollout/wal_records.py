@@ -59,7 +59,7 @@ class WalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = 1 << 30
     """What is covered by a checkpoint is removed from the log while the log is larger than this, oldest first and in
     whole segments; None keeps everything for analysis."""
-    stall_timeout_s: Annotated[float, msgspec.Meta(gt=0.0)] = 60.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=1e7)] = 60.0
     """How long an append or a wait may take before it is an error that names the disk."""
 
     def __post_init__(self) -> None:

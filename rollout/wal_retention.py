@@ -19,7 +19,13 @@ from typing import NamedTuple
 import msgspec
 
 from rollforward.rollout.types import RequestId
-from rollforward.rollout.wal_files import RETIRED_NAME, parse_segment_name, replace_file, segment_name
+from rollforward.rollout.wal_files import (
+    RETIRED_NAME,
+    parse_segment_name,
+    read_regular,
+    replace_file,
+    segment_name,
+)
 from rollforward.sandbox.codec import HeaderFault, SegmentHeader, encode_segment_header, parse_segment_header
 
 _MARK_KIND = "RETI"
@@ -136,7 +142,7 @@ def read_mark(directories: Sequence[Path], stream: str | None) -> Mark:
     for home in directories:
         path = home / RETIRED_NAME
         try:
-            header = parse_segment_header(path.read_bytes())
+            header = parse_segment_header(read_regular(path))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
@@ -163,7 +169,7 @@ def apply_mark(directories: Sequence[Path], first: SegmentHeader) -> None:
     content = encode_segment_header(msgspec.structs.replace(first, kind=_MARK_KIND))
     for home in directories:
         path = home / RETIRED_NAME
-        if not path.is_file() or path.read_bytes() != content:
+        if not path.is_file() or read_regular(path) != content:
             replace_file(path, content)
     for home in directories:
         for place in sorted(_sizes(home)):
@@ -176,6 +182,6 @@ def _place(header: SegmentHeader) -> tuple[int, int]:
 
 
 def _sizes(directory: Path) -> dict[tuple[int, int], int]:
-    """Returns the size of every segment, by (epoch, number)."""
+    """Returns the size of every segment, by (epoch, number). What is no file is none of a writer's."""
     names = ((parse_segment_name(path.name), path) for path in directory.iterdir())
-    return {place: path.stat().st_size for place, path in names if place is not None}
+    return {place: path.stat().st_size for place, path in names if place is not None and path.is_file()}

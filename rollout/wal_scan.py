@@ -20,12 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollforward.rollout.types import RequestId
-from rollforward.rollout.wal_files import (
-    EPOCH_NAME,
-    parse_segment_name,
-    read_epoch_file,
-    segment_name,
-)
+from rollforward.rollout.wal_files import EPOCH_NAME, parse_segment_name, read_epoch_file, segment_name
 from rollforward.rollout.wal_mirror import LogFiles, read_log_files
 from rollforward.rollout.wal_records import WAL_KIND
 from rollforward.rollout.wal_retention import Mark, read_mark
@@ -279,7 +274,9 @@ def _read_segments(
         stream = named.most_common(1)[0][0] if named else ""
     places = _places(found, [header for _, _, header in loaded], stream, mark.first)
     account.wiped += places - {parse_segment_name(path.name) for path, _ in found.files}
+    claimed = max((own.epoch for own in owns), default=0)
     segments = [_read_segment(path, data, header, stream, places, account) for path, data, header in loaded]
+    _note_replaced(loaded, stream, places, claimed, account)
     usable = sorted((segment for segment in segments if segment is not None), key=lambda segment: segment.sort_key)
     if mark.first is None and mark.faults:
         oldest = next((segment.header for segment in usable if segment.header is not None), None)
@@ -344,6 +341,28 @@ def _read_segment(
         account.damaged_bytes += len(data)
         account.wiped.append(named)
     return None
+
+
+def _note_replaced(
+    loaded: Iterable[tuple[Path, bytes, SegmentHeader | HeaderFault]],
+    stream: str,
+    places: set[tuple[int, int]],
+    claimed: int,
+    account: _Account,
+) -> None:
+    """Counts segments in whose place another log's lies. A place beyond the newest epoch was never this log's."""
+    held = {
+        (header.epoch, header.segment)
+        for _, _, header in loaded
+        if isinstance(header, SegmentHeader) and (header.kind, header.stream) == (WAL_KIND, stream)
+    }
+    for path, data, header in loaded:
+        named = parse_segment_name(path.name)
+        is_foreign = isinstance(header, SegmentHeader) and (header.kind, header.stream) != (WAL_KIND, stream)
+        if is_foreign and named in places - held and named[0] <= claimed:
+            account.add(ProblemKind.DAMAGED_BYTES, path.name, "another log's segment lies where this log's was")
+            account.damaged_bytes += len(data)
+            account.wiped.append(named)
 
 
 def _places(

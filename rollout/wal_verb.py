@@ -7,7 +7,7 @@ here: reading a log (rollout/wal_recovery.py).
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -72,6 +72,7 @@ def main(words: Sequence[str]) -> int:
     """
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     rest = [word for word in words if "=" not in word]
+    rest += [settings.pop("run_dir")] if "run_dir" in settings else []
     wants_json = settings.pop("json", "false")
     mirror_dir = settings.pop("mirror_dir", None)
     if len(rest) != 2 or rest[0] not in ("inspect", "verify") or settings or wants_json not in ("true", "false"):
@@ -79,7 +80,7 @@ def main(words: Sequence[str]) -> int:
             f"wal is followed by {' '.join(words) or 'nothing'}; it takes: wal inspect DIR or wal verify DIR, and then"
             " json=true to print JSON alone, mirror_dir=DIR where second copies lie."
         )
-    action, root = rest[0], Path(rest[1].removeprefix("run_dir=")).resolve()
+    action, root = rest[0], _root(rest[1])
     streams = [summarise(directory, mirror_dir=mirror_dir) for directory in find_logs(root)]
     if not streams:
         raise UsageError(f"{root} holds no token log; name a run directory, or a log's (run_dir/wal/engine-0).")
@@ -92,6 +93,15 @@ def main(words: Sequence[str]) -> int:
     totals["lost_records"] = sum(stream.lost_records for stream in streams)
     console.result(json.dumps(totals | {"streams": [msgspec.to_builtins(stream) for stream in streams]}))
     return 1 if action == "verify" and totals["damaged"] else 0
+
+
+def _root(word: str) -> Path:
+    try:
+        root = Path(word).resolve()
+        root.exists()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{word[:100]!r} cannot be a directory: {error}. Name a run directory, or a log's.") from None
+    return root
 
 
 def find_logs(root: Path) -> list[Path]:
@@ -137,10 +147,11 @@ def _mirror(directory: Path, mirror_dir: str | None) -> Path | None:
     if mirror_dir is None:
         try:
             config: Any = json.loads((directory.parents[1] / "config.json").read_text(encoding="utf-8"))
-            mirror_dir = cast("str | None", config["rollout"]["wal"]["mirror_dir"])
-        except (OSError, ValueError, LookupError, TypeError):
+            mirror_dir = config["rollout"]["wal"]["mirror_dir"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             mirror_dir = None
-    if mirror_dir is None:
+    # Settings of a run that anybody may have written.
+    if not isinstance(mirror_dir, str) or "\0" in mirror_dir:
         return None
     return mirror_directory(
         WalConfig(level="cluster", mirror_dir=mirror_dir, mirror_same_device=True), directory, makes=False

@@ -36,7 +36,7 @@ from rollforward.rollout.engine.kv_file import (
     tokens_digest,
 )
 from rollforward.rollout.types import RequestId
-from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, replace_file
+from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, read_regular, replace_file
 
 _PLANES_SUFFIX = ".safetensors"
 _MANIFEST_SUFFIX = ".json"
@@ -167,16 +167,19 @@ class KvStore:
             max_bytes: of planes kept. The longest sequences are kept first: a state has a fixed part, so they save
                 the most prefill per byte. One that is replaced goes after the new one has come.
 
-        Raises:
-            OSError: the directory cannot be made or listed.
+        Invariants: never raises: a directory that cannot be made or listed holds nothing, and refuses what is saved.
         """
         self.directory = directory
         self._max_bytes = max_bytes
         self._layout = layout_of(config)
         self.fingerprint = fingerprint_of(config, precision, self._layout)
         self._stats = KvStats()
-        directory.mkdir(parents=True, exist_ok=True)
-        self._kept = self._scan()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._kept = self._scan()
+        except OSError:
+            # All of it can be computed again; the log must be opened all the same.
+            self._kept = {}
 
     @property
     def stats(self) -> KvStats:
@@ -369,7 +372,7 @@ class KvStore:
     def _read(self, name: str) -> bytes | None:
         """Return the content of a file, or None where it cannot be read."""
         try:
-            return (self.directory / name).read_bytes()
+            return read_regular(self.directory / name)
         except OSError:
             return None
 

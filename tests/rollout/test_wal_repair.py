@@ -5,15 +5,18 @@ The law is that of test_wal_recovery.py: what was acknowledged is whole or faile
 start; only a second owner does.
 """
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollforward.rollout.errors import WalFencedError
+from rollforward.rollout.errors import WalFencedError, WalUsageError
 from rollforward.rollout.types import Request, RequestId, SamplingParams, StopReason
 from rollforward.rollout.wal import WalWriter, open_log
-from rollforward.rollout.wal_files import EpochClaim
+from rollforward.rollout.wal_files import EpochClaim, segment_name
 from rollforward.rollout.wal_mirror import mirror_directory
 from rollforward.rollout.wal_records import WalConfig
 from rollforward.rollout.wal_recovery import RecoveredLog, recover
@@ -222,3 +225,92 @@ def test_who_finds_that_another_began_the_epoch_touches_nothing(tmp_path: Path) 
     recover(tmp_path, stream=STREAM, repair=True)
     assert path.stat().st_size == end
     claim.release()
+
+
+def make_sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("nowhere"),
+        lambda path: path.symlink_to(path.name),
+        make_sparse,
+        Path.mkdir,
+    ],
+    ids=["fifo", "device", "dangling", "loop", "sparse", "directory"],
+)
+def test_what_is_no_file_under_a_segments_name_is_counted_and_neither_waited_for_nor_read(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    segments = write_log(tmp_path)
+    make(tmp_path / segment_name(1, len(segments)))
+    assert summarise(tmp_path).damaged == 2
+    writer, log = start(tmp_path)
+    writer.close()
+    assert [problem.kind for problem in log.problems] == [ProblemKind.UNREADABLE, ProblemKind.LOST_FRAMES]
+    assert list(log.failed) == [OPEN]
+    assert log.requests[DONE].is_finished
+
+
+@pytest.mark.parametrize("name", ["EPOCH", "RETIRED"])
+def test_a_pipe_in_place_of_a_small_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    write_log(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert summarise(tmp_path).tokens == 1 + len(TOKENS)
+    with pytest.raises(WalUsageError, match=f"{name} is no regular file, and the log needs that name; move it away"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["LOCK", "EPOCH", "EPOCH.tmp", "RETIRED", "RETIRED.tmp"])
+def test_a_directory_in_place_of_a_small_file_is_told_in_a_sentence(tmp_path: Path, name: str) -> None:
+    write_log(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(WalUsageError, match=f"{name} is no regular file, and the log needs that name; move it away"):
+        start(tmp_path)
+    (tmp_path / name).rmdir()
+    writer, log = start(tmp_path)
+    writer.close()
+    assert log.requests[OPEN].token_ids.tolist() == TOKENS
+
+
+def test_a_file_in_place_of_the_directory_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "engine-0").write_text("a file")
+    with pytest.raises(WalUsageError, match="is no directory; move away what is there"):
+        start(tmp_path / "engine-0")
+
+
+def test_numbers_that_no_header_can_hold_are_somebody_elses_names(tmp_path: Path) -> None:
+    write_log(tmp_path)
+    for name in ("99999999999999999999-000000.wal", "00000001-99999999999999999999.wal"):
+        (tmp_path / name).write_bytes(b"x" * 200)
+    for epoch in (2, 3):
+        writer, log = start(tmp_path)
+        assert (writer.epoch, log.failed) == (epoch, {})
+        writer.close()
+
+
+def test_a_segment_in_whose_place_another_logs_lies_is_counted(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / STREAM, tmp_path / "engine-1"
+    big = WalConfig(level="process")
+    (segment,) = write_log(ours, big)
+    writer, _ = open_log(theirs, stream="engine-1", config=big)
+    writer.close()
+    shutil.copy(theirs / segment.name, segment)
+    assert summarise(ours).damaged > 0
+    writer, log = start(ours)
+    writer.close()
+    assert {problem.kind for problem in log.problems} >= {ProblemKind.FOREIGN_STREAM, ProblemKind.DAMAGED_BYTES}
+    # Where the own one lies under another name, nothing is lost.
+    shutil.rmtree(ours)
+    (segment,) = write_log(ours, big)
+    segment.rename(ours / "renamed.wal")
+    shutil.copy(theirs / segment.name, segment)
+    assert summarise(ours).damaged == 0
+    assert summarise(ours).tokens == 1 + len(TOKENS)

@@ -117,3 +117,24 @@ def test_other_words_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "wal inspect DIR or wal verify DIR" in " ".join(capsys.readouterr().err.split())
     assert cli.main(["wal", "verify", str(tmp_path)]) == 2
     assert "holds no token log" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("value", [5, [], {}, True, "a\0b"])
+def test_nonsense_in_a_runs_settings_names_no_mirror(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: object
+) -> None:
+    write(tmp_path / "wal" / "engine-0", WalConfig(level="process")).close()
+    (tmp_path / "config.json").write_text(json.dumps({"rollout": {"wal": {"mirror_dir": value}}}))
+    code, found, _ = ask(capsys, "verify", tmp_path)
+    assert (code, found["tokens"]) == (0, 5)
+
+
+def test_a_directory_may_be_named_as_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "wal" / "engine-0", WalConfig(level="process")).close()
+    assert ask(capsys, "verify", f"run_dir={tmp_path}")[1]["tokens"] == 5
+
+
+@pytest.mark.parametrize("word", ["a\0b", "a" * 5000])
+def test_what_no_directory_can_be_called_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert cli.main(["wal", "verify", word]) == 2
+    assert "cannot be a directory" in capsys.readouterr().err

@@ -477,3 +477,11 @@ def test_the_budget_goes_to_the_longest(tmp_path: Path) -> None:
     assert (store.stats.refused_budget, store.stats.evicted) == (1, 4 - len(kept))
     assert _save(_open(tmp_path / "none", max_bytes=10)) is None
     assert list((tmp_path / "none").iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_holds_nothing_and_refuses_what_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    store = _open(tmp_path / "kv")
+    assert _save(store) is None
+    assert (store.stats.refused_disk, store.num_bytes) == (1, 0)
+    assert (tmp_path / "kv").read_text() == "a file"
