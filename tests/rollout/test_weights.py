@@ -195,6 +195,7 @@ peaks = [before]
 threading.Thread(target=watch, daemon=True).start()
 check_acknowledgement(read_manifest(root / "v000002"), replica.load_weights(root / "v000002"))
 print(before - empty, peaks[0] - before)
+replica.close()
 """
 
 
