@@ -139,7 +139,8 @@ class EpochClaim:
             for home in directories:
                 _check_place(home)
                 home.mkdir(parents=True, exist_ok=True)
-                _sync_parents(home)
+                if not (home / EPOCH_NAME).exists():
+                    _sync_parents(home)
                 locks.append(_lock(home / LOCK_NAME, takeover=takeover))
             epoch, identity = _next_epoch(directories, stream)
             # The identity of the log stands where a segment has its first seq.
@@ -181,7 +182,7 @@ def _check_place(home: Path) -> None:
 
 
 def _sync_parents(home: Path) -> None:
-    """Makes a directory's own name durable, and those of the directories that it lies in: whoever made them did not."""
+    """Makes a new log's own name durable, and those of the directories that it lies in: whoever made them did not."""
     device = os.stat(home).st_dev
     for parent in home.resolve().parents:
         try:

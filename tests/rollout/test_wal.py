@@ -358,6 +358,25 @@ def test_a_failed_write_is_final(tmp_path: Path) -> None:
     assert tokens(recover(tmp_path), 0) == []
 
 
+@pytest.mark.parametrize("is_preallocated", [True, False])
+def test_a_write_that_the_kernel_takes_in_parts_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_preallocated: bool
+) -> None:
+    """Every write takes 13 bytes at most, as a signal or a nearly full device may have it."""
+    pwrite, write = os.pwrite, os.write
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: pwrite(descriptor, data[:13], at))
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:13]))
+    config = WalConfig(level="node", segment_bytes=4096, preallocate=is_preallocated)
+    writer, _ = start(tmp_path, config)
+    with writer:
+        writer.append_open(request(0), slot=0)
+        for token in range(100):
+            step(writer, {0: token})
+    log = recover(tmp_path)
+    assert (log.problems, log.scan.torn_bytes, log.was_sealed) == ((), 0, True)
+    assert tokens(log, 0) == list(range(100))
+
+
 def test_leaving_by_an_exception_drops_what_is_queued(tmp_path: Path) -> None:
     writer, _ = start(tmp_path)
     writer.wait_durable(writer.append_open(request(0), slot=0))

@@ -65,7 +65,7 @@ def commit(writer: WalWriter, seq: int) -> None:
 
 
 def write_small_log(directory: Path, *, is_sealed: bool) -> dict[int, list[int]]:
-    """Writes a log of two segments in 8 commits; returns the truth, tokens by member."""
+    """Writes a log of one segment in 8 commits; returns the truth, tokens by member."""
     writer, _ = start(directory)
     commit(writer, writer.append_open(request(0), slot=1))
     commit(writer, writer.append_open(request(1), slot=0))

@@ -1,7 +1,8 @@
 """The log as a state machine: a writer, kills that leave torn bytes, and a reader, against a model of the truth.
 
 Three kinds of log: one that grows, one in segments of zeros, and one with a second copy, of which a crash may cost a
-whole directory, or bits of one copy. Of each what checkpoints cover may leave; nothing else ever does.
+whole directory, or bits of one copy, or bring it back as it was some crashes ago. Of each what checkpoints cover may
+leave; nothing else ever does.
 """
 
 import math
@@ -62,8 +63,14 @@ def append_torn(segment: Path, torn: bytes) -> None:
         file.write(torn)
 
 
-def damage(home: Path, kind: str, place: int) -> float:
-    """What may happen to one copy of two; returns how many bytes after the last record may look torn then."""
+def damage(home: Path, kind: str, place: int, older: list[Path]) -> float:
+    """What may happen to one copy of two; returns how many bytes after the last record may look torn then. `older` are
+    copies of it at earlier crashes."""
+    if kind == "stale":
+        if older:
+            shutil.rmtree(home)
+            shutil.copytree(older[place % len(older)], home)
+        return math.inf
     paths = sorted(home.glob("*.wal"))
     path = paths[place % len(paths)]
     match kind:
@@ -125,6 +132,8 @@ class WriterCrashReader(RuleBasedStateMachine):
         self.acknowledged: dict[int, int] = {}
         self.delivered: set[int] = set()
         self.slots: dict[int, int] = {}
+        self.older: dict[Path, list[Path]] = {}
+        self.most_torn = 0.0
         self.step_of: dict[int, int] = {}
         self.loop_step = self.covered_step = 0
         self.writer, _ = start(self.directory, self.config)
@@ -201,7 +210,7 @@ class WriterCrashReader(RuleBasedStateMachine):
         torn=st.binary(max_size=40),
         is_orderly=st.booleans(),
         is_in_mirror=st.booleans(),
-        loss=st.sampled_from(["nothing", "directory", "file", "bit", "tail"]),
+        loss=st.sampled_from(["nothing", "directory", "file", "bit", "tail", "stale"]),
         place=st.integers(0, 1 << 20),
     )
     def crash(
@@ -217,13 +226,19 @@ class WriterCrashReader(RuleBasedStateMachine):
             append_torn(max(hit.glob("*.wal")), torn)
         most_torn: float = len(torn)
         if self.mirror is not None and loss != "nothing":
-            most_torn = max(most_torn, damage(hit, loss, place))
+            most_torn = max(most_torn, damage(hit, loss, place, self.older.get(hit, [])))
+            if loss == "stale":
+                # What it had torn stays in its older segments.
+                self.most_torn = math.inf
+        if self.mirror is not None and hit.exists():
+            older = self.older.setdefault(hit, [])
+            older.append(shutil.copytree(hit, self.root / "older" / f"{self.counter}-{homes.index(hit)}-{len(older)}"))
         self.writer, log = start(self.directory, self.config)
         assert (log.failed, log.scan.lost_frames) == ({}, 0)
         # Of two copies either may be damaged and heal; one alone is never found damaged.
         kinds = {problem.kind for problem in log.problems}
         assert kinds <= ({ProblemKind.HEALED} if self.mirror is not None else set())
-        assert log.scan.torn_bytes <= most_torn
+        assert log.scan.torn_bytes <= max(most_torn, self.most_torn)
         recovered = {found.member: again for found, again in log.requests.items()}
         assert all(found.step == self.step_of[found.member] for found in log.requests)
         assert {member for member in self.acknowledged if not self.is_covered(member)} <= set(recovered)
