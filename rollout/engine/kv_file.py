@@ -24,9 +24,18 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.types import RequestId
 
-_FORMAT = 1
+_FORMAT = 2
 _DIGEST_BYTES = 16
 _HEADER_LENGTH_BYTES = 8
+
+
+class WeightsId(NamedTuple):
+    """Which weights computed something."""
+
+    policy_version: int
+    """Their number."""
+    digest: str
+    """`weights_digest` of them: others may come under the same number, from another model directory."""
 
 
 class KvManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +47,7 @@ class KvManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Identity of the request."""
     attempt: int
     """Its attempt."""
-    policy_version: int
+    weights: WeightsId
     """Weights that computed the planes."""
     num_cached: int
     """Tokens that they stand for."""
@@ -89,6 +98,11 @@ def fingerprint_of(config: ModelConfig, precision: Precision, layout: KvLayout) 
     return hashlib.blake2b(msgspec.json.encode(everything, order="sorted"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
+def weights_digest(fingerprints: Mapping[str, str]) -> str:
+    """Return the BLAKE2b of all weights from the fingerprint of each, by canonical name."""
+    return hashlib.blake2b(msgspec.json.encode(fingerprints, order="sorted"), digest_size=_DIGEST_BYTES).hexdigest()
+
+
 def tokens_digest(token_ids: SequenceOf[int]) -> str:
     """Return BLAKE2b of token ids as int32, little-endian."""
     return hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
@@ -99,7 +113,7 @@ def encode_state(
     *,
     request_id: RequestId,
     attempt: int,
-    policy_version: int,
+    weights: WeightsId,
     num_cached: int,
     token_ids: SequenceOf[int],
     fingerprint: str,
@@ -110,7 +124,7 @@ def encode_state(
         format=_FORMAT,
         request=str(request_id),
         attempt=attempt,
-        policy_version=policy_version,
+        weights=weights,
         num_cached=num_cached,
         tokens=tokens_digest(token_ids[:num_cached]),
         fingerprint=fingerprint,

@@ -27,6 +27,7 @@ from rollforward.model.cache import block_tokens, cache_planes
 from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.engine.kv_file import (
+    WeightsId,
     decode_manifest,
     decode_planes,
     encode_manifest,
@@ -197,7 +198,7 @@ class KvStore:
         attempt: int,
         *,
         num_cached: int,
-        policy_version: int,
+        weights: WeightsId,
         token_ids: SequenceOf[int],
         planes: Mapping[str, Tensor],
     ) -> str | None:
@@ -206,7 +207,7 @@ class KvStore:
         Args:
             request_id: the request. attempt: its attempt.
             num_cached: tokens that the state stands for.
-            policy_version: weights that computed it.
+            weights: which computed it.
             token_ids: the sequence's tokens, ``num_cached`` of them or more.
             planes: from ``export_sequence``.
 
@@ -219,7 +220,7 @@ class KvStore:
             planes,
             request_id=request_id,
             attempt=attempt,
-            policy_version=policy_version,
+            weights=weights,
             num_cached=num_cached,
             token_ids=token_ids,
             fingerprint=self.fingerprint,
@@ -241,7 +242,7 @@ class KvStore:
             self._unlink(stem)
             self._count(refused_disk=1)
             return None
-        self._kept[stem] = _Kept(str(request_id), policy_version, num_cached, len(data))
+        self._kept[stem] = _Kept(str(request_id), weights.policy_version, num_cached, len(data))
         for name in replaced:
             self._remove(name)
         self._count(saved=1, saved_bytes=len(data))
@@ -253,7 +254,7 @@ class KvStore:
         request_id: RequestId,
         attempt: int,
         *,
-        policy_version: int,
+        weights: WeightsId,
         token_ids: SequenceOf[int],
         max_cached: int,
     ) -> KvState | KvRejection:
@@ -262,7 +263,7 @@ class KvStore:
         Args:
             name: of the manifest, as the log's KV_SAVED record has it.
             request_id, attempt: whose it must be.
-            policy_version: weights in use.
+            weights: in use.
             token_ids: the sequence's tokens in the log.
             max_cached: tokens that the state may stand for at most.
 
@@ -278,7 +279,7 @@ class KvStore:
         found = self._load(
             stem,
             (str(request_id), attempt),
-            policy_version=policy_version,
+            weights=weights,
             token_ids=token_ids,
             max_cached=max_cached,
         )
@@ -304,7 +305,7 @@ class KvStore:
         stem: str,
         owner: tuple[str, int],
         *,
-        policy_version: int,
+        weights: WeightsId,
         token_ids: SequenceOf[int],
         max_cached: int,
     ) -> KvState | KvRejection:
@@ -317,7 +318,7 @@ class KvStore:
         is_foreign = (manifest.request, manifest.attempt) != owner
         for rejection, is_met in (
             (KvRejection.FOREIGN, is_foreign),
-            (KvRejection.OTHER_WEIGHTS, manifest.policy_version != policy_version),
+            (KvRejection.OTHER_WEIGHTS, manifest.weights != weights),
             (KvRejection.OTHER_LAYOUT, manifest.fingerprint != self.fingerprint),
             (KvRejection.BEYOND_LOG, not 0 < manifest.num_cached <= max_cached),
             (KvRejection.FOREIGN, manifest.tokens != tokens_digest(token_ids[: max(0, manifest.num_cached)])),
@@ -366,7 +367,9 @@ class KvStore:
                 num_bytes = _size(self.directory / (stem + _PLANES_SUFFIX))
                 kept[stem] = _Kept(stem.split(".")[0], _UNKNOWN_VERSION, 0, num_bytes)
             else:
-                kept[stem] = _Kept(manifest.request, manifest.policy_version, manifest.num_cached, manifest.file_bytes)
+                kept[stem] = _Kept(
+                    manifest.request, manifest.weights.policy_version, manifest.num_cached, manifest.file_bytes
+                )
         return kept
 
     def _read(self, name: str) -> bytes | None:

@@ -33,6 +33,7 @@ from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.draw import draw_next, step_routes
 from rollforward.rollout.engine.forward import ForwardRunner
+from rollforward.rollout.engine.kv_file import WeightsId, weights_digest
 from rollforward.rollout.engine.kv_store import KvState, KvStore
 from rollforward.rollout.engine.preempt import save_sequences
 from rollforward.rollout.engine.resume import LoggedRequests
@@ -86,6 +87,7 @@ class LocalEngine:
         self._environment = environment
         self._forward = ForwardRunner(model_config, precision)
         self._policy_version: int | None = None
+        self._weights: WeightsId | None = None  # None until somebody asks: it reads all weights
         self._poison: str | None = None
         self._scheduler = Scheduler(
             config, self._forward, block_tokens=block_tokens(model_config), restore=self._restore
@@ -124,7 +126,7 @@ class LocalEngine:
             else None
         )
         self._require_unpoisoned()
-        self._policy_version = policy_version
+        self._policy_version, self._weights = policy_version, None
         self._scheduler.use_version(policy_version)
         if self._kv_store is not None:
             self._kv_store.discard_older(policy_version)
@@ -137,7 +139,10 @@ class LocalEngine:
 
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of what the forward reads, by canonical name."""
-        return self._forward.fingerprints()
+        found = self._forward.fingerprints()
+        if self._policy_version is not None:
+            self._weights = WeightsId(self._policy_version, weights_digest(found))
+        return found
 
     @torch.no_grad()
     def score(self, token_ids: SequenceOf[int]) -> Float32Array:
@@ -182,7 +187,7 @@ class LocalEngine:
             self._forward.storage,
             self._model_config,
             log=self._log,
-            policy_version=self._policy_version,
+            weights=self._weights_in_use(),
             has_time=has_time,
         )
 
@@ -268,8 +273,13 @@ class LocalEngine:
             self._logged.check(request)
 
     def _restore(self, sequence: Sequence) -> KvState | None:
-        assert self._policy_version is not None, "generate checks that weights are loaded"
-        return self._logged.restore(sequence, self._policy_version)
+        return self._logged.restore(sequence, self._weights_in_use)
+
+    def _weights_in_use(self) -> WeightsId:
+        if self._weights is None:
+            self.fingerprints()
+        assert self._weights is not None, "generate checks that weights are loaded"
+        return self._weights
 
     def _admit(self) -> None:
         """Open waiting sequences while there is room; those that were preempted come first."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from torch import Tensor
 
 from rollforward.model.config import ModelConfig
+from rollforward.rollout.engine.kv_file import WeightsId
 from rollforward.rollout.engine.kv_store import KvStore, export_sequence
 from rollforward.rollout.engine.sequence import Sequence
 from rollforward.rollout.wal import WalWriter
@@ -24,7 +25,7 @@ def save_sequences(
     config: ModelConfig,
     *,
     log: WalWriter,
-    policy_version: int,
+    weights: WeightsId,
     has_time: Callable[[], bool] = lambda: True,
 ) -> int:
     """Save the key-values of unfinished sequences and append KV_SAVED for each; return how many.
@@ -35,7 +36,7 @@ def save_sequences(
         storage: the cache.
         config: the model.
         log: open, on the slots of the sequences.
-        policy_version: weights that computed the cache.
+        weights: which computed the cache.
         has_time: asked before each; False ends it (a drain has a deadline, and the log is safe without).
 
     Raises:
@@ -52,7 +53,7 @@ def save_sequences(
             sequence.request.id,
             sequence.attempt,
             num_cached=sequence.num_cached,
-            policy_version=policy_version,
+            weights=weights,
             token_ids=sequence.token_ids,
             planes=export_sequence(storage, sequence.slot, sequence.blocks, sequence.num_cached, config),
         )

@@ -8,9 +8,12 @@
 Not here: how a log becomes such requests (rollout/wal_recovery.py), files of key-values (kv_store.py).
 """
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
+from rollforward.rollout.engine.kv_file import WeightsId
 from rollforward.rollout.engine.kv_store import KvRejection, KvState, KvStore
 from rollforward.rollout.engine.sequence import Sequence, failed_completion
 from rollforward.rollout.errors import EngineInputError
@@ -89,11 +92,15 @@ class LoggedRequests:
         sequence.stop_reason, sequence.failure = held.close.stop_reason, held.close.failure
         return sequence.completion()
 
-    def restore(self, sequence: Sequence, policy_version: int) -> KvState | None:
+    def restore(self, sequence: Sequence, weights: Callable[[], WeightsId]) -> KvState | None:
         """Return the saved key-values from which a sequence goes on, or None where it is to be prefilled.
 
         Asked once, when the sequence gets its place in the cache; the caller writes the planes there and then sets
         ``num_cached``. Of a sequence that no earlier process began nothing is saved.
+
+        Args:
+            sequence: that starts.
+            weights: says which are in use; asked only where something is saved.
 
         Invariants: at least one token is left for the next forward, and the log has the routes of every position
         covered, where the request records them.
@@ -104,7 +111,7 @@ class LoggedRequests:
         saved = self._resumed.pop(request.id)
         found: KvState | KvRejection | None = None
         if saved is not None and self._kv_store is not None:
-            found = self._load(self._kv_store, saved, sequence, policy_version)
+            found = self._load(self._kv_store, saved, sequence, weights)
         if isinstance(found, KvState):
             self._count(kv_restored=1, prefilled_tokens=len(sequence.token_ids) - 1 - found.num_cached)
             return found
@@ -114,7 +121,7 @@ class LoggedRequests:
         return None
 
     def _load(
-        self, store: KvStore, saved: KvSavedRecord, sequence: Sequence, policy_version: int
+        self, store: KvStore, saved: KvSavedRecord, sequence: Sequence, weights: Callable[[], WeightsId]
     ) -> KvState | KvRejection:
         if saved.fingerprint != store.fingerprint:
             return KvRejection.OTHER_LAYOUT
@@ -123,7 +130,7 @@ class LoggedRequests:
             saved.manifest,
             sequence.request.id,
             sequence.attempt,
-            policy_version=policy_version,
+            weights=weights(),
             token_ids=sequence.token_ids,
             max_cached=min(num_known, len(sequence.token_ids) - 1),
         )

@@ -13,6 +13,7 @@ import pytest
 
 from rollforward.model.cache import allocate_cache
 from rollforward.model.precision import PackedTensor
+from rollforward.rollout.engine.kv_file import WeightsId, weights_digest
 from rollforward.rollout.engine.kv_store import export_sequence
 from rollforward.rollout.types import Completion, Request, ResumeStats, StopReason, ToolUse, request_seed
 from rollforward.rollout.wal import open_log
@@ -219,6 +220,16 @@ def test_a_state_of_older_weights_is_not_used(
         assert engine.generate(last) == completions
 
 
+def test_a_state_of_other_weights_of_the_same_number_is_not_used(
+    packed: dict[str, PackedTensor], tmp_path: Path
+) -> None:
+    """A model directory that was trained again, say, for an evaluation in the same run_dir."""
+    directory = tmp_path / "engine-0"
+    _, num_saved, _ = _go_on(directory, packed, _requests(), steps=6)
+    _, _, stats = _go_on(directory, packed_params(CONFIG, seed=2), _requests())
+    assert (stats.kv_restored, stats.kv_other_weights) == (0, num_saved)
+
+
 def test_a_damaged_manifest_is_counted_as_damage(
     packed: dict[str, PackedTensor], undisturbed: list[Completion], tmp_path: Path
 ) -> None:
@@ -241,6 +252,9 @@ def test_a_state_with_more_than_the_log_is_not_used(
     directory, request = tmp_path / "engine-0", _requests()[index]
     _go_on(directory, packed, [request], steps=steps)
     store = store_of(directory, CONFIG)
+    engine, log = open_engine(directory, packed, model_config=CONFIG)
+    weights = WeightsId(1, weights_digest(engine.fingerprints()))
+    log.close()
     log, recovered = open_log(directory, stream="engine-0", config=PROCESS)
     held = recovered.requests.get(request.id)
     tokens = request.prompt_ids.tolist() if held is None else held.sequence()[0].tolist()
@@ -257,7 +271,7 @@ def test_a_state_with_more_than_the_log_is_not_used(
             request.id,
             0,
             num_cached=num_cached,
-            policy_version=1,
+            weights=weights,
             token_ids=[*tokens, 3, 3],
             planes=export_sequence(storage, 0, [1, 2, 3], num_cached, CONFIG),
         )

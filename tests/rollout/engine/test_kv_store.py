@@ -22,7 +22,7 @@ from rollforward.model.cache import allocate_cache, cache_bytes, cache_planes
 from rollforward.model.config import CompressRates, ModelConfig
 from rollforward.model.transformer import Model
 from rollforward.rollout.engine import kv_store
-from rollforward.rollout.engine.kv_file import decode_manifest, encode_manifest
+from rollforward.rollout.engine.kv_file import WeightsId, decode_manifest, encode_manifest
 from rollforward.rollout.engine.kv_store import KvRejection, KvState, KvStore, export_sequence, import_sequence
 from rollforward.rollout.types import RequestId
 from tests.helpers.bits import different_bits
@@ -42,6 +42,7 @@ SMALL: ModelConfig = msgspec.structs.replace(
 )
 FIRST, SECOND = RequestId(3, 0, 1), RequestId(3, 0, 2)
 TOKENS = tuple(range(100, 140))
+WEIGHTS = WeightsId(4, "a")
 
 
 def _planes(num_cached: int, config: ModelConfig = SMALL, seed: int = 0) -> dict[str, Tensor]:
@@ -56,11 +57,12 @@ def _save(
     store: KvStore, request: RequestId = FIRST, *, num_cached: int = 17, version: int = 4, seed: int = 0
 ) -> str | None:
     planes = _planes(num_cached, seed=seed)
-    return store.save(request, 0, num_cached=num_cached, policy_version=version, token_ids=TOKENS, planes=planes)
+    weights = WeightsId(version, "a")
+    return store.save(request, 0, num_cached=num_cached, weights=weights, token_ids=TOKENS, planes=planes)
 
 
 def _load(store: KvStore, name: str, request: RequestId = FIRST, **changes: Any) -> KvState | KvRejection:
-    arguments: dict[str, Any] = {"policy_version": 4, "token_ids": TOKENS, "max_cached": 39} | changes
+    arguments: dict[str, Any] = {"weights": WEIGHTS, "token_ids": TOKENS, "max_cached": 39} | changes
     return store.load(name, request, arguments.pop("attempt", 0), **arguments)
 
 
@@ -131,7 +133,7 @@ def test_a_state_comes_back_bit_for_bit_in_another_process_s_store(tmp_path: Pat
     planes = _planes(17)
     next(iter(planes.values()))[0, :3] = torch.tensor([-0.0, torch.nan, -torch.inf])
     store = _open(tmp_path)
-    name = store.save(FIRST, 0, num_cached=17, policy_version=4, token_ids=TOKENS, planes=planes)
+    name = store.save(FIRST, 0, num_cached=17, weights=WEIGHTS, token_ids=TOKENS, planes=planes)
     assert name is not None
     found = _load(_open(tmp_path), name, max_cached=17)
     assert isinstance(found, KvState)
@@ -146,8 +148,9 @@ def test_a_state_comes_back_bit_for_bit_in_another_process_s_store(tmp_path: Pat
         ({"request": SECOND}, KvRejection.FOREIGN),
         ({"attempt": 1}, KvRejection.FOREIGN),
         ({"token_ids": (*TOKENS[:16], 99, *TOKENS[17:])}, KvRejection.FOREIGN),
-        ({"policy_version": 3}, KvRejection.OTHER_WEIGHTS),
-        ({"policy_version": 5}, KvRejection.OTHER_WEIGHTS),
+        ({"weights": WeightsId(3, "a")}, KvRejection.OTHER_WEIGHTS),
+        ({"weights": WeightsId(5, "a")}, KvRejection.OTHER_WEIGHTS),
+        ({"weights": WeightsId(4, "b")}, KvRejection.OTHER_WEIGHTS),
         ({"max_cached": 16}, KvRejection.BEYOND_LOG),
         ({"max_cached": 0}, KvRejection.BEYOND_LOG),
     ],
@@ -311,7 +314,7 @@ def test_missing_files_and_folders_in_their_place_are_refused(tmp_path: Path) ->
 def test_a_manifest_that_vouches_for_planes_of_another_shape_is_refused(tmp_path: Path) -> None:
     """Not damage but a writer with a fault: every checksum holds."""
     store = _open(tmp_path)
-    for changes in ({"num_cached": 9}, {"num_cached": 24}, {"plane_crc": {}}, {"format": 2}):
+    for changes in ({"num_cached": 9}, {"num_cached": 24}, {"plane_crc": {}}, {"format": 3}):
         name = _save(store)
         assert name is not None
         manifest = decode_manifest((tmp_path / name).read_bytes())
