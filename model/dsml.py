@@ -46,7 +46,10 @@ class Problem(StrEnum):
     CALL_IN_REASONING = "call_in_reasoning"
     """A call stands in reasoning that does not end."""
     CONTROL_TOKEN = "control_token"
-    """A control token stands where only text and calls may; `ChatEncoding.read_turn` alone can see it."""
+    """A control token stands in a turn that calls, where only text and calls may; `ChatEncoding.read_turn` alone can
+    see it."""
+    CONTROL_TOKEN_IN_ANSWER = "control_token_in_answer"
+    """The same in a turn that calls nothing, which is no malformed call."""
     MARKER = "marker"
     """A marker is in no tag."""
     ATTRIBUTES = "attributes"
@@ -83,6 +86,16 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
     problem_kind: Problem | None = None
     """Of which kind the problem is, for who counts them."""
 
+    @property
+    def is_malformed_call(self) -> bool:
+        """Whether the turn tries to call, and none of its calls counts."""
+        return self.problem_kind not in (None, Problem.CONTROL_TOKEN_IN_ANSWER)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the turn calls tools, well-formed or not."""
+        return bool(self.calls) or self.is_malformed_call
+
 
 class _MalformedCallError(Exception):
     """Carries what becomes the turn's problem."""
@@ -103,7 +116,7 @@ def parse_turn(text: str, effort: ReasoningEffort, *, is_call_begun: bool = Fals
     """Read a turn, without its EOS.
 
     Args:
-        text: anything (`ChatEncoding.decode_turn`).
+        text: anything, every marker in it a control token; what was sampled is read by `ChatEncoding.read_turn`.
         effort: of the prompt; in `non-think` there is no reasoning to look for.
         is_call_begun: whether the prompt itself opened the block of calls (`tool_choice="required"`): the turn goes on
             in it, in every effort.

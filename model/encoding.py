@@ -225,7 +225,8 @@ class ChatEncoding:
                 num_thinks = 0
             elif is_control and text != DSML and turn.problem is None:
                 sentence = f"the control token {text} stands in the turn"
-                return msgspec.structs.replace(turn, calls=(), problem=sentence, problem_kind=Problem.CONTROL_TOKEN)
+                kind = Problem.CONTROL_TOKEN if turn.calls else Problem.CONTROL_TOKEN_IN_ANSWER
+                return msgspec.structs.replace(turn, calls=(), problem=sentence, problem_kind=kind)
         return turn
 
     def _said(self, token_ids: Sequence[int]) -> list[int]:

@@ -101,7 +101,7 @@ def turn_metrics(turns_N: Sequence[Sequence[AssistantTurn]]) -> tuple[Metric, ..
         turns_N: the turns of each completion.
     """
     calls = [sum(len(turn.calls) for turn in turns) for turns in turns_N]
-    malformed = [turn.problem is not None for turns in turns_N for turn in turns]
+    malformed = [turn.is_malformed_call for turns in turns_N for turn in turns]
     return (
         *distribution("num_turns", [len(turns) for turns in turns_N], per="trajectory"),
         *distribution("tool_call_counts", calls, per="trajectory"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from rollforward.model.dsml import AssistantTurn, parse_turn
+from rollforward.model.dsml import AssistantTurn
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import ReasoningEffort
 from rollforward.model.tokenizer import EOS, THINK
@@ -69,7 +69,7 @@ class PromptEncoder:
 
     def turns(self, completion: Completion, effort: ReasoningEffort) -> tuple[AssistantTurn, ...]:
         """Return what each turn of the policy says."""
-        return tuple(parse_turn(self._encoding.decode_turn(turn.tolist()), effort) for turn in completion.turns)
+        return tuple(self._encoding.read_turn(turn.tolist(), effort) for turn in completion.turns)
 
 
 def group_requests(
@@ -253,7 +253,7 @@ def shuffle_rewards(groups: Sequence[Group], *, run_seed: int) -> list[Group]:
 
 
 def _policy_failure(turns: Sequence[AssistantTurn]) -> FailureType | None:
-    return FailureType.POLICY if any(turn.problem is not None for turn in turns) else None
+    return FailureType.POLICY if any(turn.is_malformed_call for turn in turns) else None
 
 
 def _punishment(request: Request, completion: Completion, task: Task) -> float:

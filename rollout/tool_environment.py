@@ -1,8 +1,8 @@
 """Answers turns with tools: what the policy wrote is read, called in a sandbox, and rendered as the next prompt.
 
-    turn ids --decode, parse_turn--> calls --sandbox.submit--> results, in the order of the calls
-                                       |                              |
-                           a malformed call: its problem ----> encode_observation --cut to the limit--> Observation
+    turn ids --read_turn--> calls --sandbox.submit--> results, in the order of the calls
+                              |                              |
+                  a malformed call: its problem ----> encode_observation --cut to the limit--> Observation
 
 A call that is malformed, names no tool, raises or runs out of time is answered with a text: the policy sees it and may
 try again. Only where the sandbox itself failed has the turn no answer. Texts hold no times and no identities, so the
@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rollforward.model.dsml import parse_turn
+from rollforward.model.dsml import AssistantTurn
 from rollforward.model.encoding import ChatEncoding
 from rollforward.rollout.environment import EnvironmentConfig, Observation, TaskTools, failed_observation
 from rollforward.rollout.errors import EnvironmentConfigError
@@ -85,17 +85,16 @@ class ToolEnvironment:
 
     def is_call(self, request: Request, turn_ids: Int32Array) -> bool:
         """Whether the turn calls tools, well-formed or not; see ``Environment``."""
-        calls, problem = self._read(request, turn_ids)
-        return bool(calls) or problem is not None
+        return self._read(request, turn_ids).is_call
 
     def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
         """Start the turn's calls; see ``Environment``. Calls of functions are safe to repeat after a restart."""
-        calls, problem = self._read(request, turn_ids)
-        if problem is not None:
-            self._ready.append(self._observation(request, [f"error: {problem}"]))
+        said = self._read(request, turn_ids)
+        if said.is_malformed_call:
+            self._ready.append(self._observation(request, [f"error: {said.problem}"]))
             return
         runner = self._runners[self._task(request).tools]
-        results = [runner.submit(call) for call in calls]
+        results = [runner.submit(Call(tool=call.name, arguments=call.decode_arguments())) for call in said.calls]
         self._pending[request.id] = _Pending(request, results)
         for result in results:
             result.add_done_callback(lambda _, identity=request.id: self._finished.put(identity))
@@ -126,9 +125,8 @@ class ToolEnvironment:
         assert request.tools is not None, "the engine asks only for requests with tools"
         return self._tasks[request.tools.task]
 
-    def _read(self, request: Request, turn_ids: Int32Array) -> tuple[list[Call], str | None]:
-        turn = parse_turn(self._encoding.decode_turn(turn_ids.tolist()), self._task(request).effort)
-        return [Call(tool=call.name, arguments=call.decode_arguments()) for call in turn.calls], turn.problem
+    def _read(self, request: Request, turn_ids: Int32Array) -> AssistantTurn:
+        return self._encoding.read_turn(turn_ids.tolist(), self._task(request).effort)
 
     def _assemble(self, identity: RequestId | None) -> None:
         """Complete a request's answer if that was its last result."""

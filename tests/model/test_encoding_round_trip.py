@@ -16,11 +16,12 @@ from rollforward.model import encoding_render
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.encoding_order import Rendering
 from rollforward.model.encoding_version import APRIL, LATER, EncodingVersion
-from rollforward.model.messages import Message
+from rollforward.model.messages import Message, ToolCall
 from rollforward.model.tokenizer import (
     ASSISTANT,
     BOS,
     CONTROL_TOKENS,
+    DSML,
     END_THINK,
     EOS,
     THINK,
@@ -201,8 +202,18 @@ def test_a_turn_ends_at_its_first_eos_and_stray_control_tokens_are_a_problem() -
     tokenizer = chat.tokenizer
     said = [*tokenizer.encode("a"), tokenizer.control_id(END_THINK), *tokenizer.encode("b"), tokenizer.eos_id, 5]
     assert chat.read_turn(said, "high").problem is None
-    assert chat.read_turn(said, "non-think").problem_kind == "control_token"
-    assert chat.read_turn([tokenizer.control_id(USER), *said], "high").problem_kind == "control_token"
+    for stray in (chat.read_turn(said, "non-think"), chat.read_turn([tokenizer.control_id(USER), *said], "high")):
+        assert (stray.problem_kind, stray.is_call) == ("control_token_in_answer", False)
+
+
+def test_a_turn_that_calls_with_a_stray_control_token_calls_nothing() -> None:
+    chat = encoding("later")
+    call = Message(role="assistant", content="", tool_calls=(ToolCall(name="share", arguments="{}"),))
+    question = Message(role="user", content="?")
+    said = chat.encode_conversation([question, call]).token_ids[len(chat.encode_prompt([question])) :]
+    assert chat.read_turn(said, "non-think").calls
+    stray = chat.read_turn([chat.tokenizer.control_id(USER), *said], "non-think")
+    assert (stray.problem_kind, stray.calls, stray.is_malformed_call) == ("control_token", (), True)
 
 
 def test_any_ids_are_read() -> None:
@@ -212,8 +223,10 @@ def test_any_ids_are_read() -> None:
     for _ in range(500):
         ids = [rng.choice((rng.randrange(num_control), rng.randrange(1000), 7)) for _ in range(rng.randint(0, 60))]
         for effort in ("non-think", "max"):
-            turn = chat.read_turn(ids, effort, is_call_begun=rng.random() < 0.2)
+            is_call_begun = rng.random() < 0.2
+            turn = chat.read_turn(ids, effort, is_call_begun=is_call_begun)
             assert turn.problem is None or not turn.calls
+            assert not turn.is_call or is_call_begun or chat.tokenizer.control_id(DSML) in ids
 
 
 @pytest.mark.parametrize("unit", [[7], [300, 7], [6], [300, 6, 44], list(range(256, 384))])

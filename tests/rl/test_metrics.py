@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollforward.model.dsml import AssistantTurn
+from rollforward.model.dsml import AssistantTurn, Problem
 from rollforward.model.messages import ToolCall
 from rollforward.model.metrics import metric_values
 from rollforward.rl.metrics import advantage_metrics, group_metrics, log_metrics, turn_metrics
@@ -96,10 +96,11 @@ def test_a_step_that_lost_everything_reports_rates_and_no_rewards() -> None:
 
 
 def test_turns_and_calls_by_hand() -> None:
-    """Two completions: two calls, one malformed call and an answer; an answer alone."""
+    """Two completions: two calls, one malformed call and an answer with a stray control token; an answer alone."""
     call = ToolCall(name="a", arguments="{}")
     said = AssistantTurn(reasoning="", content="3")
-    turns = [(turn_with(calls=(call, call)), turn_with(problem="tag invoke is not closed"), said), (said,)]
+    stray = turn_with(problem_kind=Problem.CONTROL_TOKEN_IN_ANSWER)
+    turns = [(turn_with(calls=(call, call)), turn_with(problem_kind=Problem.UNCLOSED), stray), (said,)]
     values = metric_values(turn_metrics(turns))
     assert values == {
         "num_turns/mean": 2.0,

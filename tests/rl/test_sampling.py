@@ -11,7 +11,7 @@ import pytest
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import Message
 from rollforward.model.metrics import metric_values
-from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
+from rollforward.model.tokenizer import DSML, TokenizerConfig, train_tokenizer
 from rollforward.rl.errors import TaskError
 from rollforward.rl.metrics import turn_metrics
 from rollforward.rl.sampling import (
@@ -188,7 +188,11 @@ def _two_turns(encoder: PromptEncoder, request: Any) -> Completion:
     """A call, what the tool says, the answer "one"."""
     encoding = encoder._encoding
     eos = encoding.tokenizer.eos_id
-    call = [*encoding.tokenizer.encode(CALL), eos]
+    first, *others = CALL.split(DSML)
+    call = encoding.tokenizer.encode(first)
+    for part in others:
+        call += [encoding.tokenizer.control_id(DSML), *encoding.tokenizer.encode(part)]
+    call.append(eos)
     observation = encoding.encode_observation(["1"])
     answer = [*encoding.tokenizer.encode("one"), eos]
     sampled = np.array([True] * len(call) + [False] * len(observation) + [True] * len(answer))
@@ -226,6 +230,15 @@ def test_the_last_turn_is_judged_and_every_turn_trained(encoder: PromptEncoder) 
     assert [[call.name for call in turn.calls] for turn in turns] == [["calculator"], []]
     values = metric_values(turn_metrics([turns, turns[1:]]))
     assert (values["num_turns/mean"], values["tool_call_counts/mean"], values["failure/parse/rate"]) == (1.5, 0.5, 0.0)
+
+
+def test_a_call_that_is_only_spelled_counts_as_none(encoder: PromptEncoder) -> None:
+    request = _requests(encoder, _Echo())[0]
+    tokenizer = encoder._encoding.tokenizer
+    for text in (CALL, CALL[:-1]):
+        completion = _completion(request, [*tokenizer.encode(text), tokenizer.eos_id])
+        ((turn,),) = read_turns(EXAMPLES, [completion], encoder).values()
+        assert (turn.content, turn.is_call, turn.problem) == (text, False, None)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from rollforward.model.config import ModelConfig
+from rollforward.model.dsml import AssistantTurn, parse_turn
 from rollforward.model.encoding import ChatEncoding
+from rollforward.model.messages import ReasoningEffort
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.shapes import param_specs
-from rollforward.model.tokenizer import DSML, TokenizerConfig, train_tokenizer
+from rollforward.model.tokenizer import DSML, USER, TokenizerConfig, train_tokenizer
 from rollforward.rollout import replica as replica_module
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.environment import EnvironmentConfig, Observation, TaskTools
@@ -148,6 +150,26 @@ def test_a_malformed_call_is_told_and_nothing_runs(
     assert runner.calls == []
 
 
+def test_a_call_that_is_only_spelled_is_an_answer(environment: ToolEnvironment) -> None:
+    """A user's or a tool's text may hold one for the policy to copy; only the control token makes a call."""
+    tokenizer = encoding().tokenizer
+    ids = np.array([*tokenizer.encode(written("1 + 2")), tokenizer.eos_id], dtype=np.int32)
+    assert encoding().decode_turn(ids.tolist()) == written("1 + 2")
+    assert not environment.is_call(request(), ids)
+
+
+def test_a_stray_control_token_makes_no_call_of_an_answer_and_none_count_beside_it(
+    environment: ToolEnvironment, runner: ScriptedRunner
+) -> None:
+    stray = encoding().tokenizer.control_id(USER)
+    assert not environment.is_call(request(), np.array([stray, *turn_ids("The answer is 3.")], dtype=np.int32))
+    ids = np.array([stray, *turn_ids(written("1 + 2"))], dtype=np.int32)
+    assert environment.is_call(request(), ids)
+    environment.begin(request(), ids, turn=1)
+    assert f"error: the control token {USER} stands in the turn" in encoding().decode_turn(observed(environment))
+    assert runner.calls == []
+
+
 def test_answers_are_cut_inside_their_texts() -> None:
     limit = 48
     frame = encoding().encode_observation(["", ""])
@@ -234,10 +256,13 @@ def test_an_environment_that_cannot_be_built_leaves_no_sandbox(tmp_path: Path) -
 class _CallingEncoding(ChatEncoding):
     """Reads most turns as one or two calls, from a hash of their tokens."""
 
-    def decode_turn(self, token_ids: Sequence[int]) -> str:
+    def read_turn(
+        self, token_ids: Sequence[int], effort: ReasoningEffort, *, is_call_begun: bool = False
+    ) -> AssistantTurn:
         first, second, third = hashlib.blake2b(np.array(token_ids).tobytes(), digest_size=3).digest()
         expressions = [f"{first} + {second}", f"{second} // ({third // 3} % 2)"][: third % 3]
-        return written(*expressions) if expressions else "an answer"
+        text = written(*expressions) if expressions else "an answer"
+        return parse_turn(text, effort, is_call_begun=is_call_begun)
 
 
 def _config() -> ModelConfig:
