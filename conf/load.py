@@ -313,7 +313,10 @@ def _no_number(data: object, path: str = "") -> tuple[str, object] | None:
 def _unknown_text(key: str, here: list[str], everywhere: list[str]) -> str:
     if key in everywhere:
         parent = key.rpartition(".")[0]
-        return f"{key} is not a setting: it belongs to another choice of {parent}.type. Valid here: {', '.join(here)}."
+        return (
+            f"{key} is not a setting: it belongs to another choice of {parent}.type. Valid here: {', '.join(here)}."
+            f" Remove it (on the command line: '~{key}', behind the run's name in a recipe), or choose another type."
+        )
     near = nearest(key, here) or nearest(key, everywhere)
     way_out = f"Did you mean {near}?" if near else f"Valid here: {', '.join(here)}."
     return f"{key} is not a setting. {way_out}"

@@ -25,7 +25,7 @@ from rollforward.model.checkpoint_headers import (
     name_some,
     scan_checkpoint,
 )
-from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, json_bytes, refuse_existing
+from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, check_target, json_bytes
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import CheckpointError
 from rollforward.model.precision import PackedTensor, pack_published, unpack_published
@@ -253,7 +253,7 @@ def write_checkpoint(
 
     Invariants: the bytes depend on the arguments only. Beside what `named` holds, one stored tensor is in memory.
     """
-    refuse_existing(directory)
+    check_target(directory)
     specs = param_specs(config)
     _check_named(specs, named)
     stored = {spec.name: _stored_spec(spec, named[spec.name], precision) for spec in specs}

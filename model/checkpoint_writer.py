@@ -47,7 +47,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the target exists.
         """
-        refuse_existing(directory)
+        check_target(directory)
         self._directory = directory
         self._partial = directory.with_name(f".{directory.name}.partial")
         # Held open, or its number could be given to a folder that another process puts in its place.
@@ -120,7 +120,7 @@ class CheckpointWriter:
                 assert name == Path(name).name, f"{name} is no file name"
                 _write_synced(self._partial / name, contents)
             sync_path(self._partial)
-            refuse_existing(self._directory)
+            check_target(self._directory)
             if not self._is_ours():
                 raise CheckpointError(
                     f"{self._partial} was replaced by another process, which writes {self._directory} too. Nothing was"
@@ -141,16 +141,18 @@ class CheckpointWriter:
         return CheckpointError(f"{self._directory} cannot be written: {error}. Check the disk; nothing was published.")
 
 
-def refuse_existing(directory: Path) -> None:
-    """Refuse to write over anything, a link that leads nowhere included.
+def check_target(directory: Path) -> None:
+    """Refuse to write over anything, a link that leads nowhere included, and into a folder that is not there.
 
     Raises:
-        CheckpointError: there is something by that name.
+        CheckpointError: there is something by that name, or no folder for it.
     """
     if directory.exists() or directory.is_symlink():
         raise CheckpointError(
             f"{directory} exists; a checkpoint is never overwritten. Choose another name or remove it."
         )
+    if not directory.parent.is_dir():
+        raise CheckpointError(f"{directory.parent}, in which to write, is no folder. Make it, or choose another place.")
 
 
 def _planned_shards(groups: Sequence[Sequence[StoredTensor]], max_shard_bytes: int) -> list[list[StoredTensor]]:

@@ -303,7 +303,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         elif key in _TRANSFORMERS_KEYS:
             raise ConfigError(
                 f"{key} is transformers' spelling; the official config.json has compress_ratios, num_hash_layers, "
-                "rope_theta, compress_rope_theta and rope_scaling. Give the official file."
+                "rope_theta, compress_rope_theta and rope_scaling. Convert the checkpoint: "
+                "rollforward convert from=DIR to=NEW_DIR"
             )
         elif key not in _IGNORED_KEYS:
             near = get_close_matches(key, [*known, *_FIXED_KEYS], n=1, cutoff=0.5)

@@ -22,7 +22,7 @@ from rollforward.conf import console
 from rollforward.kernels.errors import NonFiniteError
 from rollforward.model.checkpoint import read_stored, write_stored
 from rollforward.model.checkpoint_headers import FORMAT_OF_DTYPE, check_entries, corrected_config, scan_checkpoint
-from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, json_bytes, refuse_existing
+from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, check_target, json_bytes
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.config_transformers import load_spelled_config, transformers_config
 from rollforward.model.convert_config import ConvertRun
@@ -165,7 +165,7 @@ def convert_checkpoint(
     Raises:
         ConfigError, CheckpointError: the source is refused, or the target cannot be written.
     """
-    refuse_existing(target)
+    check_target(target)
     entries = scan_checkpoint(source)
     config, notes = _source_config(source, entries)
     check_entries(entries, config)

@@ -22,7 +22,7 @@ from rollforward.model.checkpoint_headers import (
     load_checkpoint_config,
     scan_checkpoint,
 )
-from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, json_bytes, refuse_existing
+from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, check_target, json_bytes
 from rollforward.model.config import config_json
 from rollforward.model.errors import CheckpointError
 from rollforward.model.precision import PackedTensor, pack_published, unpack_published
@@ -59,7 +59,7 @@ def export_checkpoint(
         ConfigError, CheckpointError: one of the two is refused or they do not belong together; the target cannot be
             written.
     """
-    refuse_existing(target)
+    check_target(target)
     config = load_checkpoint_config(weights)
     if (base_config := load_checkpoint_config(base)) != config:
         wrong = [name for name in config.__struct_fields__ if getattr(config, name) != getattr(base_config, name)]

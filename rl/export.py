@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from rollforward.conf import console
-from rollforward.model.checkpoint_writer import refuse_existing
+from rollforward.model.checkpoint_writer import check_target
 from rollforward.model.config import load_model_config
 from rollforward.model.convert import companion_files
 from rollforward.model.encoding_version import ENCODING_FILE, LATER, encoding_file
@@ -32,7 +32,7 @@ _COMMAND_NAME = "runs.json"
 def main(run: ExportRun) -> int:
     """Export, and say what was written. Returns 0."""
     target = Path(run.target)
-    refuse_existing(target)
+    check_target(target)
     run_dir = _run_with_weights(Path(run.run_dir))
     base = _start_of(run_dir) if run.base is None else Path(run.base)
     weights, report = _exported(run_dir, base, target)

@@ -157,7 +157,10 @@ def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, se
         "metrics": run_dir / METRICS_NAME,
         "token log": run_dir / "wal",
     }
-    then = {"in Python": f"rollforward.model.load_model({str(model_dir)!r}, precision={run.precision!r})"}
+    then = {
+        "in Python": f"rollforward.model.load_model({str(model_dir)!r}, precision={run.precision!r})",
+        "as a checkpoint": f"rollforward export {shlex.quote(f'run_dir={run_dir}')} to=DIR",
+    }
     if tracker.wandb_place is not None:
         rows["W&B"] = tracker.wandb_place
         if run.tracker.mode == "offline":

@@ -96,7 +96,11 @@ MISTAKES = {
     "algo.grup_size=3": ["algo.grup_size is not a setting", "Did you mean algo.group_size?"],
     "optim.learning_rate=1": ["optim.learning_rate is not a setting", "optim.lr"],
     "stepz=3": ["stepz is not a setting", "Did you mean steps?"],
-    "algo.clip_high=3": ["algo.clip_high is not a setting", "belongs to another choice of algo.type"],
+    "algo.clip_high=3": [
+        "algo.clip_high is not a setting",
+        "belongs to another choice of algo.type",
+        "'~algo.clip_high'",
+    ],
     "parts=[{nam: a}]": ["parts[0].nam is not a setting", "parts[0].name"],
     "algo.group_size=1": ["algo.group_size is 1", ">= 2", "default: 8"],
     "algo.group_size=many": ['algo.group_size is "many"', "expected int"],

@@ -148,7 +148,7 @@ def test_rope_scaling_as_transformers_rewrites_it() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'"),
-        ({"layer_types": []}, "transformers' spelling"),
+        ({"layer_types": []}, "transformers' spelling; .* rollforward convert from=DIR to=NEW_DIR"),
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rope_theta": float("inf")}, "rope_theta"),

@@ -199,6 +199,8 @@ def test_mistakes_are_told_and_leave_nothing(run_dir: Path, tmp_path: Path, caps
     assert "changed since manifest.json was written" in told
     assert not target.exists()
     assert not target.with_name(".to.partial").exists()
+    nowhere = tmp_path / "nowhere" / "to"
+    assert f"{nowhere.parent}, in which to write, is no folder" in _refused([*words[:2], f"to={nowhere}"], capsys)
     target.mkdir()
     assert "never overwritten" in _refused(words, capsys)
 
