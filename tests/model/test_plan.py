@@ -162,8 +162,8 @@ def _held_by_a_rank(rank: int, num_ranks: int, zero_size: int, directory: str) -
     (Path(directory) / f"{rank}.json").write_text(json.dumps(held))
 
 
-def test_a_real_rank_holds_what_is_planned(tmp_path: Path) -> None:
-    num_ranks, zero_size = 4, 2
+@pytest.mark.parametrize(("num_ranks", "zero_size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_real_rank_holds_what_is_planned(tmp_path: Path, num_ranks: int, zero_size: int) -> None:
     run_on_ranks(_held_by_a_rank, num_ranks, tmp_path, num_ranks, zero_size, str(tmp_path))
     held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     fullest = {name: max(one[name] for one in held) for name in held[0]}

@@ -23,7 +23,7 @@ def test_weights_of_an_engine_are_as_many_bytes_as_planned() -> None:
     packed = {spec.name: pack_published(spec, masters[spec.name]) for spec in param_specs(config)}
     assert weight_bytes(config, "native").total == sum(one.num_bytes for one in packed.values())
     runner = ForwardRunner(config, "native")
-    runner.load(packed)
+    runner.load(packed.items())
     assert weight_bytes(config, "fp32").total == sum(value.nbytes for value in runner.values.values())
     expanded = 0
     for one in packed.values():
