@@ -6,6 +6,7 @@ of the platform, how often a step was repeated; of a repeated step every repetit
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ _METRICS = (
     "critic/",
     "response_length/",
     "training/",
-    "failure/",
     "num_turns/",
     "tool_call_counts/",
     "actor/",
@@ -30,6 +30,10 @@ _METRICS = (
     "sft/",
 )
 """Beginnings of the names of metrics that no kill may change."""
+_FAILURES = re.compile(r"failure/.*/rate")
+"""Those of failures that are of trajectories, and not of the platform's processes."""
+
+_Line = dict[str, Any]
 
 Requests = dict[RequestId, RecoveredRequest]
 
@@ -100,16 +104,16 @@ def _bytes(array: Any) -> bytes | None:
     return None if array is None else array.tobytes()
 
 
-def _by_step(path: Path, *keys: str) -> dict[str, list[dict[str, Any]]]:
+def _by_step(path: Path, *keys: str) -> dict[str, list[_Line]]:
     """Key -> the distinct contents of the lines that have it, without what a repetition may change."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[_Line]] = {}
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
         except ValueError:
             continue  # torn by a kill
         if path.name == METRICS_NAME:
-            line = {name: value for name, value in line.items() if name == "step" or name.startswith(_METRICS)}
+            line = {name: value for name, value in line.items() if name == "step" or _is_compared(name)}
         line.pop("attempt", None)
         lines = found.setdefault("-".join(str(line[key]) for key in keys), [])
         if line not in lines:
@@ -117,9 +121,21 @@ def _by_step(path: Path, *keys: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _unequal(what: str, expected: Mapping[str, list[Any]], found: Mapping[str, list[Any]]) -> list[str]:
+def _is_compared(name: str) -> bool:
+    return name.startswith(_METRICS) or _FAILURES.fullmatch(name) is not None
+
+
+def _unequal(what: str, expected: Mapping[str, list[_Line]], found: Mapping[str, list[_Line]]) -> list[str]:
     return [
-        f"{what} {key} differ" if key in found and key in expected else f"{what} {key} stands in one run alone"
+        f"{what} {key} differ: {_names(expected[key] + found[key])}"
+        if key in found and key in expected
+        else f"{what} {key} stands in one run alone"
         for key in sorted({*expected, *found})
         if expected.get(key) != found.get(key)
     ]
+
+
+def _names(lines: list[_Line]) -> str:
+    """The fields that are not the same in all lines."""
+    names = sorted({name for line in lines for name in line})
+    return ", ".join(name for name in names if any(line.get(name) != lines[0].get(name) for line in lines))

@@ -115,7 +115,12 @@ def _append(path: Path, **changes: Any) -> None:
 def test_what_a_kill_may_change_is_no_difference(run_dir: Path, tmp_path: Path) -> None:
     """A step repeated, other times, a line torn, a replica that handed an unfinished request to another."""
     other = shutil.copytree(run_dir, tmp_path / "other")
-    _append(other / "metrics.jsonl", attempt=1, time_s=9.0, **{"timing_s/gen": 3.0, "wal/frames": 8.0})
+    _append(
+        other / "metrics.jsonl",
+        attempt=1,
+        time_s=9.0,
+        **{"timing_s/gen": 3.0, "wal/frames": 8.0, "failure/engine_lost": 1.0},
+    )
     _append(other / "answers.jsonl", attempt=1)
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "crit')
@@ -136,7 +141,11 @@ PLANTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "evaluation": (lambda run: (run / "eval_000002.json").write_text("[0]"), "eval_000002.json"),
     "metric": (
         lambda run: _lines(run / "metrics.jsonl", lambda line: line.update({"critic/rewards/mean": 0.9})),
-        "metrics of step 2",
+        "metrics of step 2 differ: critic/rewards/mean",
+    ),
+    "failures": (
+        lambda run: _lines(run / "metrics.jsonl", lambda line: line.update({"failure/infra/rate": 0.1})),
+        "metrics of step 2 differ: failure/infra/rate",
     ),
     "repetition": (lambda run: _append(run / "metrics.jsonl", **{"critic/rewards/mean": 0.9}), "metrics of step 2"),
     "further step": (lambda run: _append(run / "metrics.jsonl", step=3), "metrics of step 3 stands in one run alone"),
