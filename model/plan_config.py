@@ -28,8 +28,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     an FP32 cache, which is what the engine that computes on CPUs holds."""
     sequences: Annotated[int, msgspec.Meta(ge=1, le=65_535)] = 256
     """Sequences in flight in a replica (`rollout.max_batch_requests`)."""
-    context: Count = 8192
-    """Tokens of each, prompt included."""
+    context: Count | None = None
+    """Tokens of each, prompt included. null: 8,192, or the model's longest where that is less."""
     steps_per_s: Positive = 50.0
     """Decode steps in a second, each a token of every sequence."""
 

@@ -18,6 +18,9 @@ _FP32_BYTES = 4
 
 _TABLE_BYTES = 8
 
+_USUAL_CONTEXT = 8192
+"""Tokens of a sequence where nobody says how many."""
+
 
 class WeightBytes(msgspec.Struct, frozen=True, kw_only=True):
     """A model's weights in one form."""
@@ -102,17 +105,29 @@ def _held_bytes(spec: TensorSpec, form: WeightForm) -> int:
     return sum(stored.num_bytes for stored in stored_form(msgspec.structs.replace(spec, format=held)))
 
 
+def context_of(config: ModelConfig, shape: EngineShape) -> int:
+    """Return the tokens of each sequence.
+
+    Raises:
+        ConfigError: more than the model's longest.
+    """
+    longest = config.max_position_embeddings
+    if shape.context is None:
+        return min(_USUAL_CONTEXT, longest)
+    if shape.context > longest:
+        raise ConfigError(
+            f"engine.context is {shape.context:,}; the model's max_position_embeddings are {longest:,}. Set"
+            f" engine.context={longest} or less."
+        )
+    return shape.context
+
+
 def make_engine_plan(config: ModelConfig, shape: EngineShape) -> EnginePlan:
     """Compute what a replica of that shape takes.
 
     Raises:
         ConfigError: a context beyond the model's, or more GPUs than experts.
     """
-    if shape.context > config.max_position_embeddings:
-        raise ConfigError(
-            f"engine.context is {shape.context:,}; the model's max_position_embeddings are"
-            f" {config.max_position_embeddings:,}. Set engine.context={config.max_position_embeddings} or less."
-        )
     if shape.gpus > config.n_routed_experts:
         raise ConfigError(
             f"engine.gpus is {shape.gpus}; whole experts are divided among them, and a layer has"
@@ -124,7 +139,7 @@ def make_engine_plan(config: ModelConfig, shape: EngineShape) -> EnginePlan:
         cache=cache_plan(config, packed=shape.weights != "fp32"),
         sequences=shape.sequences,
         sequences_on_a_gpu=math.ceil(shape.sequences / shape.gpus),
-        context=shape.context,
+        context=context_of(config, shape),
     )
 
 

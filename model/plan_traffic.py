@@ -9,6 +9,7 @@ import msgspec
 
 from rollforward.model.config import ModelConfig
 from rollforward.model.plan_config import PlanRun
+from rollforward.model.plan_engine import context_of
 from rollforward.model.shapes import StoredTensor, stored_form, tensor_specs
 
 _FRAME_BYTES = 32
@@ -137,7 +138,7 @@ def make_log_plan(config: ModelConfig, run: PlanRun) -> LogPlan:
         tokens_per_s=rows * run.engine.steps_per_s,
         sequence_bytes=0,
     )
-    return msgspec.structs.replace(plan, sequence_bytes=round(run.engine.context * plan.total_per_token))
+    return msgspec.structs.replace(plan, sequence_bytes=round(context_of(config, run.engine) * plan.total_per_token))
 
 
 def make_hidden_plan(config: ModelConfig, run: PlanRun) -> HiddenPlan:
@@ -147,6 +148,6 @@ def make_hidden_plan(config: ModelConfig, run: PlanRun) -> HiddenPlan:
     return HiddenPlan(
         bytes_per_token=per_token,
         bytes_per_s=per_token * tokens_per_s,
-        sequence_bytes=per_token * run.engine.context,
+        sequence_bytes=per_token * context_of(config, run.engine),
         head_bytes=_BF16_BYTES * config.vocab_size * config.hidden_size,
     )

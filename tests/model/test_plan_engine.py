@@ -89,6 +89,11 @@ def test_the_largest_load_fits_and_the_next_does_not(gpus: int, weights: WeightF
     assert fewest_gpus(config, shape, plan.weights.others) is None
 
 
+def test_nobody_says_how_long_sequences_are() -> None:
+    assert make_engine_plan(preset("tiny"), EngineShape()).context == 2048, "the longest of tiny"
+    assert make_engine_plan(preset("flash"), EngineShape()).context == 8192
+
+
 @pytest.mark.parametrize(
     ("shape", "told"),
     [
