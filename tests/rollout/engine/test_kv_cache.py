@@ -187,6 +187,7 @@ def test_no_bit_depends_on_who_had_a_cache(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @settings(max_examples=400, deadline=None)
 @given(arrivals=_arrivals(len(PROMPTS) * MEMBERS))
 def test_no_bit_depends_on_who_had_a_cache_at_length(
