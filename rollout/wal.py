@@ -319,15 +319,19 @@ class WalWriter:
                 KvSavedRecord(slot=slot, id=identity, num_tokens=num_tokens, manifest=manifest, fingerprint=fingerprint)
             )
 
-    def append_version(self, policy_version: int) -> int:
+    def append_version(self, policy_version: int, *, weights: str = "") -> int:
         """Records that the replica holds these weights from here on, and returns the record's seq.
+
+        Args:
+            policy_version: their number.
+            weights: their digest.
 
         Raises:
             WalWriteError, WalFencedError, WalStalledError: see `append_step`.
 
         """
         with self._append_lock:
-            return self._append(VersionRecord(policy_version=policy_version))
+            return self._append(VersionRecord(policy_version=policy_version, weights=weights))
 
     def append_close(self, slot: int, stop_reason: StopReason, *, failure: FailureType | None = None) -> int:
         """Ends the request of a slot, frees the slot, and returns the record's seq.

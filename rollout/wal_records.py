@@ -135,6 +135,8 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     policy_version: int
     """Weight version, u32."""
+    weights: str = ""
+    """Digest of them, by which others of the same number are told apart; empty where nobody computed it."""
 
 
 class CloseRecord(msgspec.Struct, frozen=True, kw_only=True):

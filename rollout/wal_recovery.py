@@ -54,6 +54,8 @@ class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Every finding; empty for a log that only ended early."""
     versions: tuple[tuple[int, int], ...]
     """(seq, policy version) of every VERSION record, in order."""
+    weights: dict[int, str]
+    """Digest of the weights that the replica last held under a version, where one was told."""
     num_tokens: int
     """Tokens in `requests`."""
     scan: LogScan
@@ -98,6 +100,7 @@ def recover(
         failed={**replay.orphans, **damaged},
         problems=(*scan.problems, *replay.problems, *problems),
         versions=tuple(replay.versions),
+        weights=replay.weights,
         num_tokens=sum(len(request.token_ids) for request in newest.values()),
         scan=msgspec.structs.replace(scan, epochs=()),
         was_sealed=bool(last_frames) and last_frames[-1].frame_type == RecordType.SEAL,
@@ -112,6 +115,7 @@ class _Replay:
         self.problems: list[Problem] = []
         self.orphans: dict[RequestId, str] = {}
         self.versions: list[tuple[int, int]] = []
+        self.weights: dict[int, str] = {}
         self._run_of_slot = np.full(NUM_SLOTS, _UNBOUND, np.int32)
         self._latest: dict[RequestId, Run] = {}
         # Per run, growing: tokens so far in this run, and the version of its last token.
@@ -207,6 +211,8 @@ class _Replay:
                 self._open(record)
             case VersionRecord():
                 self.versions.append((frame.seq, record.policy_version))
+                if record.weights:
+                    self.weights[record.policy_version] = record.weights
             case CloseRecord(slot=slot) if slot == NO_SLOT:
                 self._close_elsewhere(record)
             case ObserveRecord() | KvSavedRecord() | CloseRecord():

@@ -108,7 +108,8 @@ class LocalEngine:
     def load_weights(
         self, policy_version: int, tensors: Mapping[str, PackedTensor] | Iterator[tuple[str, PackedTensor]]
     ) -> None:
-        """Take new weights: unpack the published bytes in place and log the version. See ``Engine``."""
+        """Take new weights: unpack the published bytes in place. See ``Engine``; the version is logged with the first
+        ``fingerprints``."""
         self._require_unpoisoned()
         if self._is_generating:
             raise EngineError(
@@ -130,7 +131,6 @@ class LocalEngine:
         self._scheduler.use_version(policy_version)
         if self._kv_store is not None:
             self._kv_store.discard_older(policy_version)
-        self._log.append_version(policy_version)
 
     @property
     def never_written(self) -> tuple[str, ...]:
@@ -138,10 +138,18 @@ class LocalEngine:
         return self._forward.never_written
 
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprint of what the forward reads, by canonical name."""
+        """Return the fingerprint of what the forward reads, by canonical name.
+
+        Raises:
+            EngineInputError: the log holds tokens of other weights under their number.
+        """
         found = self._forward.fingerprints()
         if self._policy_version is not None:
-            self._weights = WeightsId(self._policy_version, weights_digest(found))
+            weights = WeightsId(self._policy_version, weights_digest(found))
+            if self._weights is None:
+                self._logged.check_weights(weights)
+                self._log.append_version(weights.policy_version, weights=weights.digest)
+            self._weights = weights
         return found
 
     @torch.no_grad()
@@ -202,6 +210,7 @@ class LocalEngine:
             raise EngineError(
                 "generate was called before load_weights; a replica gets traffic after its acknowledgement"
             )
+        self._weights_in_use()  # so the version is in the log before a token of it
         self._check(requests, version)
         self._stop_if_paused()
         self._scheduler.reserve(max((request.max_tokens for request in requests), default=0))

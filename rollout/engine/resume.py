@@ -39,6 +39,7 @@ class LoggedRequests:
         """
         self._held = dict(recovered.requests)
         self._failed = dict(recovered.failed)
+        self._weights = recovered.weights
         self._log = log
         self._max_attempts = max_attempts
         self._kv_store = kv_store
@@ -49,6 +50,19 @@ class LoggedRequests:
     def stats(self) -> ResumeStats:
         """What was taken so far."""
         return self._stats
+
+    def check_weights(self, weights: WeightsId) -> None:
+        """Refuse weights where the log holds tokens of others under their number.
+
+        Raises:
+            EngineInputError: they are not those of the log.
+        """
+        logged = self._weights.get(weights.policy_version, weights.digest)
+        if logged != weights.digest:
+            raise EngineInputError(
+                f"weights {weights.policy_version} are others than those of that number in the log; the model's"
+                " directory changed, or the log belongs to another run. Use a fresh run_dir, or bring back the model"
+            )
 
     def check(self, request: Request) -> None:
         """Refuse a request whose identity the log holds with other contents.

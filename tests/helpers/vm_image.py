@@ -104,8 +104,11 @@ def _fetch(scratch: Path) -> None:
     with tarfile.open(scratch / "all.tar") as archive:
         for member in archive:
             wanted = any(f"/drivers/{name}.ko" in member.name for name in _DRIVERS) or "/boot/vmlinuz-" in member.name
-            if member.isfile() and wanted:
-                archive.extract(member, scratch, filter="data")
+            # The package's own path below the scratch directory; what may lie elsewhere is not wanted.
+            if member.isfile() and wanted and (data := archive.extractfile(member)) is not None:
+                target = scratch / member.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data.read())
     (scratch / "all.tar").unlink()
     package.unlink()
 

@@ -57,7 +57,8 @@ def _obey(say: Callable[[str], None]) -> None:
     _load_drivers()
     disks = _disks()
     with tarfile.open(disks["program"]) as archive:
-        archive.extractall(_PROGRAM, filter="fully_trusted")
+        archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)  # not in every 3.11
+        archive.extractall(_PROGRAM)
     sys.path.insert(0, _PROGRAM)
     command: dict[str, Any] = json.loads(Path(_PROGRAM, "command.json").read_text(encoding="utf-8"))
     for name, target in command["filesystems"].items():

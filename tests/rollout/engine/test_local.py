@@ -282,6 +282,31 @@ def test_misuse_is_named_before_anything_starts(packed: dict[str, PackedTensor],
     assert recover(tmp_path).requests == {}
 
 
+def test_other_weights_under_the_number_of_the_logged_ones_answer_nothing(
+    packed: dict[str, PackedTensor], tmp_path: Path
+) -> None:
+    """A model directory that changed between two commands is another version 1: neither what the log holds nor what it
+    has begun may be taken for what these weights say."""
+    requests = make_requests([4, 5])
+    others = packed_params(tiny_config(), seed=2)
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        (first,) = engine.generate(requests[:1])
+    for asked in (requests[:1], requests[1:]):
+        engine, log = open_engine(tmp_path, others)
+        with log:
+            with pytest.raises(EngineInputError, match="weights 1 are others than those of that number in the log"):
+                engine.generate(asked)
+            with pytest.raises(EngineInputError, match="bring back the model"):
+                engine.fingerprints()
+    engine, log = open_engine(tmp_path, others, version=2)
+    with log:
+        assert engine.generate(make_requests([4, 5, 6], version=2)[2:])[0].policy_version == 2
+    engine, log = open_engine(tmp_path, packed)
+    with log:
+        assert engine.generate(requests)[0] == first
+
+
 def test_what_was_delivered_is_not_sampled_again_by_the_same_process(
     packed: dict[str, PackedTensor], tmp_path: Path
 ) -> None:
