@@ -10,6 +10,7 @@ Here: the engine and its state by name. Not here: sums, norms and clipping (`opt
 
 import contextlib
 import io
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,8 @@ class DeepSpeedAdamW:
             _parameter_groups(self._parameters, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps
         )
         self._engine: Any = deepspeed.initialize(model=module, optimizer=adamw, config=_DEEPSPEED)[0]
+        # DeepSpeed's hooks keep the engine, and with it all state, until it is destroyed.
+        weakref.finalize(self, self._engine.destroy).atexit = False
         self._begin_moments()
 
     def parameters(self) -> dict[str, Tensor]:
