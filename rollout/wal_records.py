@@ -299,7 +299,7 @@ def decode_record(frame_type: int, flags: int, payload: bytes) -> WalRecord:
 
 
 def _pack(meta: object, token_ids: npt.NDArray[np.int32]) -> bytes:
-    check_column("token_ids", token_ids, np.int32)
+    check_column("token_ids", token_ids, np.dtype(np.int32))
     packed = msgspec.msgpack.encode(meta)
     return b"".join((_COUNTS.pack(len(packed), token_ids.size), packed, bytes(-len(packed) % 4), token_ids.tobytes()))
 

@@ -28,6 +28,7 @@ ROUTES_FLAG = 0x1
 KEPT_FLAG = 0x2
 """Flag bit of a STEP with kept sets."""
 
+_SLOT, _TOKEN, _LOGPROB = np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.float32)
 _COUNTS = struct.Struct("<II")
 _ROUTES_HEAD = struct.Struct("<HHI")
 
@@ -83,21 +84,22 @@ def encode_step(record: StepRecord) -> bytes:
             f" {len(record.logprobs)} (logprobs);"
             " they must be equal, one row for each running slot."
         )
-    check_column("slots", record.slots, np.uint16)
-    check_column("token_ids", record.token_ids, np.int32)
-    check_column("logprobs", record.logprobs, np.float32)
-    parts = [
+    check_column("slots", record.slots, _SLOT)
+    check_column("token_ids", record.token_ids, _TOKEN)
+    check_column("logprobs", record.logprobs, _LOGPROB)
+    # Arrays as they are: the join is the only copy that the decode thread makes of them.
+    parts: list[bytes | memoryview] = [
         _COUNTS.pack(num_rows, record.policy_version),
-        record.slots.tobytes(),
+        np.ascontiguousarray(record.slots).data,
         bytes(2 * (num_rows % 2)),
-        record.token_ids.tobytes(),
-        record.logprobs.tobytes(),
+        np.ascontiguousarray(record.token_ids).data,
+        np.ascontiguousarray(record.logprobs).data,
     ]
     if record.routes is not None:
         parts += _encode_routes(record.routes, num_rows)
     if record.kept is not None:
         _check_counts("kept", record.kept.counts_T, num_rows, len(record.kept.token_ids))
-        check_column("kept.token_ids", record.kept.token_ids, np.int32)
+        check_column("kept.token_ids", record.kept.token_ids, _TOKEN)
         parts += [record.kept.counts_T.tobytes(), record.kept.token_ids.tobytes()]
     return b"".join(parts)
 
@@ -135,12 +137,11 @@ def decode_step(flags: int, payload: bytes) -> StepRecord:
     )
 
 
-def check_column(name: str, column: npt.NDArray[Any], dtype: type[np.generic]) -> None:
+def check_column(name: str, column: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
     """Raises WalUsageError unless a column is one-dimensional and of the dtype."""
     if column.dtype != dtype or column.ndim != 1:
         raise WalUsageError(
-            f"{name} is {column.dtype}{list(column.shape)}; it must be {np.dtype(dtype).name}[n]."
-            " Convert it before logging."
+            f"{name} is {column.dtype}{list(column.shape)}; it must be {dtype.name}[n]. Convert it before logging."
         )
 
 
@@ -166,7 +167,7 @@ def _encode_routes(routes: StepRoutes, num_rows: int) -> list[bytes]:
 
 
 def _check_counts(name: str, counts: Int32Array, num_rows: int, num_values: int) -> None:
-    check_column(f"{name} counts", counts, np.int32)
+    check_column(f"{name} counts", counts, _TOKEN)
     if len(counts) != num_rows or (num_rows and counts.min() < 0) or int(counts.sum()) != num_values:
         raise WalUsageError(
             f"STEP of {num_rows} rows has {len(counts)} {name} counts that add up to {int(counts.sum())} for"
