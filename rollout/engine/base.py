@@ -43,7 +43,12 @@ class Engine(Protocol):
         ...
 
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprint of every tensor, by canonical name, computed from what the forward reads."""
+        """Return the fingerprint of every tensor, by canonical name, computed from what the forward reads. The first
+        call after a load writes the version and the weights' digest into the log.
+
+        Raises:
+            EngineInputError: the log holds tokens of other weights under their number.
+        """
         ...
 
     def score(self, token_ids: Sequence[int]) -> Float32Array:

@@ -87,7 +87,8 @@ class LocalEngine:
         self._environment = environment
         self._forward = ForwardRunner(model_config, precision)
         self._policy_version: int | None = None
-        self._weights: WeightsId | None = None  # None until somebody asks: it reads all weights
+        # None from a load until somebody asks which they are: that reads all of them and logs the version.
+        self._weights: WeightsId | None = None
         self._poison: str | None = None
         self._scheduler = Scheduler(
             config, self._forward, block_tokens=block_tokens(model_config), restore=self._restore
