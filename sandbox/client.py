@@ -1,29 +1,20 @@
-"""What every sandbox can do for its caller."""
+"""The client of sandboxes: one async API over whatever carries the questions, a socket or a Ray actor.
 
-from typing import Protocol
+    async with SandboxClient(transport, owner="run/engine-0") as client:
+        sandbox = await client.create("s12-p3-m0", SandboxSpec())
+        result = await sandbox.exec(ExecRequest(argv=("sh", "-c", "echo hello")), key="1")
 
-from rollforward.sandbox.types import Call, CallResult
+What is safe to ask again when no answer came (`SandboxConnectionError`):
 
+| question           | safe to repeat                                                                               |
+|--------------------|----------------------------------------------------------------------------------------------|
+| create             | yes: an identity names one sandbox; the same identity and spec give what there is |
+| exec, call         | with the same `key`: it runs once in a sandbox, which keeps its result; without one never    |
+| upload             | yes: the same bytes                                                                          |
+| download, snapshot | yes: they change nothing                                                                     |
+| adopt, renew, list | yes                                                                                          |
+| close              | yes                                                                                          |
 
-class SandboxClient(Protocol):
-    """Runs tools for a model.
-
-    A call is a function of its arguments: it finds nothing that an earlier call has left behind and leaves nothing. So
-    every call is safe to make again, whether its result was lost or it never began.
-    """
-
-    async def call(self, call: Call) -> CallResult:
-        """Make a call and wait for its result. Calls of several tasks run at once as far as the sandbox has workers.
-
-        Returns:
-            How it ended; whatever the tool or its caller did is a status, not an exception. INFRA after the sandbox
-            itself has failed and a second attempt has too.
-
-        Raises:
-            SandboxClosedError: the sandbox is closed, or was before the call ended.
-        """
-        ...
-
-    async def close(self) -> None:
-        """End every process. Calls that wait or run raise SandboxClosedError. Safe to repeat."""
-        ...
+A sandbox belongs to its supervisor and is held by a lease; `renew` is the sign of life. Not here: what isolates
+(`container.py`), who owns (`supervisor.py`), what survives a preemption (`session.py`).
+"""

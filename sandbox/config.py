@@ -1,6 +1,6 @@
 """Schema of the sandbox: which functions a model may call, and what one call may use up. Read by `sandbox/`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -26,11 +26,76 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A longer answer loses its middle."""
 
 
-class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where tools run and what one call may use up."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one sandbox, and one command in it, may use up."""
 
-    substrate: Literal["function"] = "function"
-    """How calls are isolated: `function` is a process forked from a warm one inside bubblewrap (`function.py`)."""
+    wall_s: Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)] = 30.0
+    """Seconds of wall time of a command that names none; then everything it has started is killed."""
+    cpu_s: Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)] = 30.0
+    """Seconds of computing that each process of a command may use."""
+    memory_bytes: Annotated[int, msgspec.Meta(ge=16 * _MIB)] = 512 * _MIB
+    """Memory of all processes of the sandbox together, its files not counted."""
+    processes: Annotated[int, msgspec.Meta(ge=4, le=4096)] = 64
+    """Processes and threads of the sandbox at one time."""
+    disk_bytes: Annotated[int, msgspec.Meta(ge=64 << 10)] = 64 * _MIB
+    """Everything that it writes, wherever that is. The files lie in memory."""
+    files: Annotated[int, msgspec.Meta(ge=64, le=1 << 22)] = 16384
+    """Files and directories that it makes."""
+    output_bytes: Annotated[int, msgspec.Meta(ge=64, le=16 * _MIB)] = 64 << 10
+    """Of each output stream of a command; a longer one loses its middle, is read to its end all the same, and its
+    length is told."""
+
+
+class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sandboxes that a completion keeps from its first call to its last: where they are, how many, and what one may use
+    up.
+    """
+
+    limits: Limits = Limits()
+    """What one may use up."""
+    images: dict[str, tuple[str, ...]] = {}
+    """Images by name, each a list of directories that are stacked read-only, the lowest first. `host` is there without:
+    this machine's /usr and its Python.
+    """
+    actors: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    """Sandbox actors of the run, spread over the nodes; each has a supervisor process that its sandboxes belong to."""
+    resources: dict[str, Annotated[float, msgspec.Meta(gt=0.0)]] = {}
+    """What a node must have for a sandbox actor, such as `{CPU: 4}`, in Ray's names."""
+    max_sandboxes: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
+    """Sandboxes of one supervisor at one time; further ones wait."""
+    warm: Annotated[int, msgspec.Meta(ge=0, le=256)] = 2
+    """Sandboxes that are kept ready beyond those in use."""
+    lease_s: Annotated[float, msgspec.Meta(ge=1.0, le=86400.0)] = 60.0
+    """A sandbox whose owner gave no sign of life for so long is ended with all that belongs to it. A successor of the
+    owner finds it until then.
+    """
+    create_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 120.0
+    """Seconds that a new sandbox is waited for, room for it included."""
+    attempts: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
+    """How often something that is safe to repeat is tried before it is an infra failure: making a sandbox, asking one
+    again. A command whose outcome is unknown is never repeated.
+    """
+    break_after: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    """So many infra failures in a row and a supervisor gets no new sandboxes for `break_s` seconds."""
+    break_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 30.0
+    """Seconds after which it is tried again."""
+    trusted_code: bool = False
+    """Whether what runs in the sandboxes means no harm. false: a machine that cannot enforce every limit is an error at
+    the start. true: it is said what is not enforced, and the run goes on.
+    """
+    keep_log_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
+    """Command logs of steps that a checkpoint covers are kept up to so many bytes, the newest first."""
+    inject_failures: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of completions whose sandbox is killed at a command of theirs, both chosen by the request's seed: a drill of
+    what infra failures do to a run. 0 in earnest.
+    """
+
+
+class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where tools run and what one call may use up. The fields of its own are for tasks whose `substrate` is
+    `function`.
+    """
+
     workers: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 2
     """Calls that run at once in each replica; each has a warm process of its own. The rest wait."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB)] = 512 * _MIB
@@ -43,3 +108,5 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Arguments that are longer as JSON are refused, and the model is told so."""
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 120.0
     """Seconds in which a warm process must be ready, its tools imported."""
+    container: ContainerConfig = ContainerConfig()
+    """Sandboxes of tasks whose `substrate` is `container`."""

@@ -4,6 +4,8 @@ What is not here: rollout's log errors (rollout/errors.py). Every class is pickl
 borders.
 """
 
+from enum import StrEnum
+
 
 class SandboxError(Exception):
     """Base of every error that this folder raises.
@@ -37,4 +39,55 @@ class SandboxClosedError(SandboxError, RuntimeError):
     """A call was made of a sandbox that is closed, or was still waiting when it closed.
 
     Make the call of a new sandbox.
+    """
+
+
+class SandboxGoneError(SandboxError, RuntimeError):
+    """The sandbox does not exist any more, or never did.
+
+    What it had done is lost; make a new one where nothing depended on that. `cause` says whose doing it was.
+    """
+
+    def __init__(self, message: str, cause: "GoneCause") -> None:
+        """Keep the cause beside the sentence."""
+        super().__init__(message, cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return str(self.args[0])
+
+
+class GoneCause(StrEnum):
+    """Why a sandbox is gone."""
+
+    CLOSED = "closed"
+    """Its owner closed it."""
+    EXPIRED = "expired"
+    """Its lease ran out: its owner gave no sign of life."""
+    OOM = "oom"
+    """Its memory ran out and the kernel ended it: the doing of what ran in it."""
+    LOST = "lost"
+    """It died for another reason, its supervisor died, or nobody knows of it: an infra failure."""
+
+
+class SandboxBusyError(SandboxError, RuntimeError):
+    """There was no room for another sandbox in time.
+
+    Wait and try again, or raise `sandbox.container.max_sandboxes` or `actors`.
+    """
+
+
+class SandboxFileError(SandboxError, ValueError):
+    """A file could not be written into or read from a sandbox: it is absent, no regular file, too large, its path
+    leaves the sandbox or passes a link, or the sandbox has no room.
+
+    The caller or what runs inside is wrong; the sandbox is well.
+    """
+
+
+class SandboxConnectionError(SandboxError, ConnectionError):
+    """Whoever answers for the sandbox could not be reached or went away; what was asked may have happened.
+
+    Ask again what is safe to repeat (see `client.py`); the sandbox may live on.
     """

@@ -1,9 +1,11 @@
-"""Records of calls: what is asked of a sandbox and what comes back. Their bytes are `function.py`'s affair."""
+"""Records of calls and commands: what is asked of a sandbox and what comes back. Their bytes are the substrates'."""
 
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+
+from rollforward.sandbox.config import Limits, ToolConfig
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,3 +62,85 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time from the start of the call to its result, without waiting for a worker."""
     detail: str = ""
     """For logs, never for the caller: the cause of a KILLED or INFRA."""
+
+
+class ExecStatus(StrEnum):
+    """How a command ended. SANDBOX_DEAD and INFRA say nothing about who gave it."""
+
+    OK = "ok"
+    """Exit status 0."""
+    EXIT = "exit"
+    """Another exit status, or a signal of its own doing."""
+    TIMEOUT = "timeout"
+    """Killed at its deadline, or for the computing time that it used."""
+    OOM = "oom"
+    """Killed because the sandbox was out of memory."""
+    DISK_FULL = "disk_full"
+    """It failed, and the sandbox has no room for files."""
+    KILLED = "killed"
+    """Ended together with its sandbox, because somebody closed that."""
+    SANDBOX_DEAD = "sandbox_dead"
+    """The sandbox was gone before the command reached it: it did not run."""
+    INFRA = "infra"
+    """The platform failed it; whether it ran is unknown unless `detail` says so."""
+
+
+class ExecRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A command. The sandbox's user runs it in a process group, a PID namespace and a session of its own."""
+
+    argv: tuple[str, ...]
+    """Program, looked up in PATH, and its arguments; at least the program. Surrogates stand for bytes that are no
+    UTF-8."""
+    stdin: bytes = b""
+    """Its standard input; empty: the end of file at once."""
+    env: dict[str, str] = {}
+    """Variables beside PATH, HOME, USER, LANG and TERM; nothing comes from the host."""
+    cwd: str = "/workspace"
+    """Where it starts."""
+    wall_s: float | None = None
+    """Seconds of wall time; None: the sandbox's."""
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended and what it wrote. Bytes are exact; text is asked for by `.text()`."""
+
+    status: ExecStatus
+    """How it ended."""
+    exit_code: int | None = None
+    """0 to 255; negative: the signal that ended it; None where it has none."""
+    stdout: bytes = b""
+    """The first and last bytes, `Limits.output_bytes` at most."""
+    stderr: bytes = b""
+    """Likewise."""
+    stdout_bytes: int = 0
+    """Bytes that it wrote in all."""
+    stderr_bytes: int = 0
+    """Likewise."""
+    seconds: float = 0.0
+    """Wall time from its start to its end."""
+    cpu_s: float = 0.0
+    """Computing time of it and of what it waited for."""
+    detail: str = ""
+    """For logs, never for the model."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some of the output is left out."""
+        return len(self.stdout) < self.stdout_bytes or len(self.stderr) < self.stderr_bytes
+
+    def text(self, errors: str = "replace") -> str:
+        """Standard output as UTF-8."""
+        return self.stdout.decode("utf-8", errors)
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox is made of. Two that are equal are as good as each other."""
+
+    image: str = "host"
+    """Name of an image of the configuration; `host` is this machine's /usr, read-only, and its Python."""
+    limits: Limits = Limits()
+    """What it may use up."""
+    tools: tuple[ToolConfig, ...] = ()
+    """Functions that `call` runs inside, as the sandbox's user."""
+    labels: dict[str, str] = {}
+    """For people and for `list`: run, task, trajectory."""
