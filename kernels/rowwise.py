@@ -68,7 +68,7 @@ def row_sum(x: Tensor) -> Tensor:
     Invariants: row-invariant, whatever the strides; zeros to the right of the last non-zero tile are neutral.
     """
     width = x.shape[-1]
-    padded = -(-width // SUM_TILE) * SUM_TILE
+    padded = -(-max(width, 1) // SUM_TILE) * SUM_TILE
     if padded != width:
         x = functional.pad(x, (0, padded - width))
     # The library adds a strided row in another order than a contiguous one.
