@@ -28,6 +28,7 @@ from rollforward.rollout.types import (
     Trajectory,
     request_seed,
 )
+from rollforward.rollout.workspace import Workspace
 
 
 class PromptEncoder:
@@ -103,6 +104,7 @@ def group_requests(
         prompt_ids = encoder.prompt_ids(example)
         options = tasks[example.task].options
         budget = options.budget(sampling.max_new_tokens)
+        workspace = _workspace(example, options)
         requests += [
             Request(
                 id=RequestId(step, prompt, member, is_eval),
@@ -110,7 +112,8 @@ def group_requests(
                 seed=request_seed(run_seed, step, prompt, member),
                 sampling=msgspec.structs.replace(sampling, max_new_tokens=budget),
                 policy_version=policy_version,
-                tools=tool_use(options),
+                tools=tool_use(options, workspace),
+                workspace=workspace,
                 record_routes=record_routes,
             )
             for member in range(group_size)
@@ -118,13 +121,27 @@ def group_requests(
     return requests
 
 
-def tool_use(options: TaskOptions) -> ToolUse | None:
-    """Return how far a task's completions may call tools; None where it has none."""
+def tool_use(options: TaskOptions, workspace: Workspace | None = None) -> ToolUse | None:
+    """Return how far a task's completions may call tools; None where it has none.
+
+    Args:
+        options: of the task.
+        workspace: what the completion's sandbox begins with, where it keeps one.
+    """
     if not options.tools:
         return None
     return ToolUse(
-        task=options.name, max_turns=options.max_turns, max_observation_tokens=options.max_observation_tokens
+        task=options.name,
+        max_turns=options.max_turns,
+        max_observation_tokens=options.max_observation_tokens,
+        workspace="" if workspace is None else workspace.digest,
     )
+
+
+def _workspace(example: Example, options: TaskOptions) -> Workspace | None:
+    if not options.keeps_sandbox:
+        return None
+    return Workspace(image=options.image) if example.workspace is None else example.workspace
 
 
 def score_completions(
@@ -141,7 +158,8 @@ def score_completions(
             how = f": {completion.detail}" if completion.detail else ""
             scores.append(Unscored(failure=completion.failure, detail=f"the sampling of {completion.id} failed{how}"))
         else:
-            scores.append(tasks[example.task].score(example, encoder.text(completion, example.effort)))
+            text = encoder.text(completion, example.effort)
+            scores.append(tasks[example.task].score(example, text, completion.submission))
     return scores
 
 

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollforward.rollout.workspace import Submission, Workspace
+
 Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -150,6 +152,8 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that the policy may take, the last one included."""
     max_observation_tokens: Annotated[int, msgspec.Meta(ge=1)]
     """Tokens that the answer to one turn may have; a longer one is cut."""
+    workspace: str = ""
+    """Digest of the workspace that its sandbox begins with; empty where it keeps none."""
 
     @property
     def max_observed_tokens(self) -> int:
@@ -172,6 +176,8 @@ class Request(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """Weight version that must sample it."""
     tools: ToolUse | None = None
     """Who answers its turns; None where the first turn is the only one."""
+    workspace: Workspace | None = None
+    """What its sandbox begins with; None where its tools keep none. Not in the log, which has its digest."""
     record_routes: bool = False
     """Whether the completion carries the experts that every token visited."""
 
@@ -235,6 +241,8 @@ class Completion(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """What went wrong, or None."""
     detail: str = ""
     """How it failed, for a person. Not in the log, so empty where the completion is answered from it."""
+    submission: Submission | None = None
+    """What its sandbox held at the end; None where it kept none, or the platform failed."""
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not fit each other and an abort without a failure type."""

@@ -3,7 +3,8 @@ the fields do. What every kind has is in `TaskOptions`.
 """
 
 import itertools
-from typing import Annotated, Any
+import posixpath
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -45,6 +46,26 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether the prompt lists the tools, in DeepSeek's words (about 1000 characters and the schemas). A model that SFT
     taught the calls needs no list.
     """
+    max_calls_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 16
+    """Calls that one turn may have. Of a turn with more none is made, and the model is told so."""
+    substrate: Literal["function", "container"] = "function"
+    """Where tools run. `function`: every call in a process of its own, and nothing is kept between two. `container`: in
+    a sandbox that the completion keeps from its first call to its last, files and all (`sandbox.container`).
+    """
+    image: str = "host"
+    """(`container`) What the sandbox is made of, where a question does not say so itself: `host` or a name of
+    `sandbox.container.images`.
+    """
+    submission: tuple[str, ...] = ()
+    """(`container`) Files that are taken out of the sandbox at the end for the reward: paths relative to /workspace, or
+    absolute. Those that are not there are left out.
+    """
+    max_submission_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 1 << 20
+    """(`container`) What they may have together; of more nothing is taken."""
+    max_tool_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
+    """(`container`) Seconds that all calls of a completion may take together. When they are used up, every further call
+    is answered with that instead of being made, and the completion counts as a timeout, which is scored and trained.
+    """
 
     def __post_init__(self) -> None:
         """Refuse what cannot go together. A subclass that defines its own checks calls this one."""
@@ -57,6 +78,31 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 )
         if self.length_penalty is not None and self.max_new_tokens is not None:
             self.check_length_penalty(self.max_new_tokens)
+        self._check_substrate()
+
+    @property
+    def keeps_sandbox(self) -> bool:
+        """Whether its completions keep a sandbox of their own."""
+        return self.substrate == "container"
+
+    def _check_substrate(self) -> None:
+        if self.keeps_sandbox and not self.tools:
+            raise ValueError(
+                f"task {self.name}: substrate is container, but the task has no tools, so that nothing could be done in"
+                " its sandbox. Set tools, or leave substrate out"
+            )
+        if not self.keeps_sandbox and self.submission:
+            raise ValueError(
+                f"task {self.name}: submission is {', '.join(self.submission)}, but nothing is kept between calls where"
+                " substrate is function. Set substrate=container"
+            )
+        for path in self.submission:
+            inside = posixpath.normpath(posixpath.join("/workspace", path))
+            if not path or "\0" in path or ".." in path.split("/") or inside in ("/", "/workspace"):
+                raise ValueError(
+                    f"task {self.name}: submission has {path!r}; it must be the path of a file, without `..`. Name it"
+                    " from /workspace or absolutely"
+                )
 
     def budget(self, run_max_new_tokens: int) -> int:
         """Tokens that a completion may have, where the run gives `run_max_new_tokens`."""

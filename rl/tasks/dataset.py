@@ -23,6 +23,7 @@ from rollforward.rl.tasks.rewards import build_judge
 from rollforward.rl.tasks.rows import Row, Rows, open_rows
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, Split, Unscored
+from rollforward.rollout.workspace import Submission
 
 _UInt64Array = npt.NDArray[np.uint64]
 
@@ -122,7 +123,7 @@ class DatasetTask:
             demonstration=row.demonstration,
         )
 
-    def score(self, example: Example, text: str) -> Score | Unscored:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
         """Judge an answer by the configured reward; see `Task.score`."""
         return self._judge(example.messages[-1].content, example.answer, text)
 

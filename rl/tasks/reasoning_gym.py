@@ -24,6 +24,7 @@ from rollforward.rl.tasks.answers import read_answer
 from rollforward.rl.tasks.config import CallDemonstration, Demonstration, ReasoningGymConfig, TextDemonstration
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+from rollforward.rollout.workspace import Submission
 
 _CANDIDATES_PER_EXAMPLE: Final = 32
 _RESERVED_PARAMS: Final = {"seed": "seed", "size": "train_size"}
@@ -109,7 +110,7 @@ class ReasoningGymTask:
             demonstration=self._demonstration(index, item),
         )
 
-    def score(self, example: Example, text: str) -> Score:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
         """Judge an answer by the library's verifier; see `Task.score`."""
         answer, failure = read_answer(text, self._config.max_answer_chars)
         if failure is not None:

@@ -11,6 +11,7 @@ import msgspec
 from rollforward.model.messages import Message, ReasoningEffort
 from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rollout.types import FailureType
+from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.types import ToolSpec
 
 Split = Literal["train", "heldout"]
@@ -58,6 +59,9 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """Tools that the prompt lists; the task may have others."""
     demonstration: tuple[Message, ...] | None = None
     """Turns to learn from instead of the bare answer: messages of the assistant, the last one too, and of tools."""
+    workspace: Workspace | None = None
+    """What the sandbox of a completion begins with, where the task's substrate is `container`; None: an empty one of
+    the task's image."""
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,9 +125,14 @@ class Task(Protocol):
         """The example at `index`, 0 ... size(split) - 1."""
         ...
 
-    def score(self, example: Example, text: str) -> Score | Unscored:
-        """Judge what the model answered, from any thread. Never raises for anything that `text` may hold; never
-        evaluates it.
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
+        """Judge what the model answered, from any thread. Never raises for anything that `text` and `submission` may
+        hold; never evaluates it in this process.
+
+        Args:
+            example: what was asked.
+            text: the last turn.
+            submission: what the completion left in its sandbox; None where it kept none.
 
         Raises:
             RewardError: the user's own verifier breaks its contract.

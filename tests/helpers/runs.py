@@ -29,6 +29,7 @@ from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import WeightsAck
+from rollforward.rollout.workspace import Submission
 from tests.helpers.ranks import join_alone
 
 TASK = {
@@ -94,7 +95,7 @@ class HashScored:
     def __init__(self, task: Task) -> None:
         self._task = task
 
-    def score(self, example: Example, text: str) -> Score:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
         value = hashlib.blake2b(text.encode()).digest()[0] % 5 / 4
         return Score(value=value, reason=ScoreReason.CORRECT if value == 1 else ScoreReason.PARTIAL)
 

@@ -16,6 +16,7 @@ from rollforward.rollout.engine.local import LocalEngine
 from rollforward.rollout.environment import Environment, Observation, failed_observation
 from rollforward.rollout.types import FailureType, Int32Array, Request, RequestId
 from rollforward.rollout.wal_recovery import recover
+from rollforward.rollout.workspace import Submission
 from tests.helpers.crashes import CrashError, crash_at
 from tests.helpers.runs import TASK, HashScored, build_controller, small_run, write_calling_model
 
@@ -60,7 +61,7 @@ class _Fragile:
 class _ScoresShortOnes(HashScored):
     """A reward that gives up on long texts."""
 
-    def score(self, example: Example, text: str) -> Score | Unscored:  # type: ignore[override]
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:  # type: ignore[override]
         score = super().score(example, text)
         is_lost = len(text) > 40 and example.split == "train"
         return Unscored(failure=FailureType.INFRA, detail="out of memory") if is_lost else score

@@ -19,6 +19,7 @@ from rollforward.rl.conversations import (
 from rollforward.rl.errors import CursorError, TaskError
 from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.config import ToolConfig
 
 
@@ -46,7 +47,7 @@ class Copies:
             demonstration=self.demonstration,
         )
 
-    def score(self, example: Example, text: str) -> Score:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
         return Score(value=0.0, reason=ScoreReason.WRONG)
 
 

@@ -12,6 +12,7 @@ from rollforward.rl.errors import CursorError
 from rollforward.rl.prompts import DataCursor, PromptSource
 from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+from rollforward.rollout.workspace import Submission
 
 
 class Numbers:
@@ -31,7 +32,7 @@ class Numbers:
         message = Message(role="user", content=str(index))
         return Example(task=self.name, split=split, index=index, messages=(message,), answer=str(index))
 
-    def score(self, example: Example, text: str) -> Score:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
         return Score(value=0.0, reason=ScoreReason.WRONG)
 
 

@@ -38,6 +38,7 @@ from rollforward.rollout.types import (
     Trajectory,
     request_seed,
 )
+from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.config import ToolConfig
 
 
@@ -50,7 +51,7 @@ class _Echo:
         self.options = TaskOptions(name="echo", **options)
         self.texts: list[str] = []
 
-    def score(self, example: Example, text: str) -> Score:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
         self.texts.append(text)
         right = text == example.messages[-1].content
         return Score(value=float(right), reason=ScoreReason.CORRECT if right else ScoreReason.WRONG)
@@ -133,7 +134,7 @@ class _Failing:
     def __init__(self, *results: Score | Unscored) -> None:
         self._results = iter(results)
 
-    def score(self, example: Example, text: str) -> Score | Unscored:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
         return next(self._results)
 
 

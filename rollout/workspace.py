@@ -1,0 +1,32 @@
+"""What a completion's sandbox begins with, and what is left of it at the end: files, named from `/workspace`.
+
+Not here: how they get in and out (rollout/agent_sessions.py), what a score makes of them (rl/tasks).
+"""
+
+import hashlib
+
+import msgspec
+
+
+class Workspace(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sandbox of one completion holds before its first call."""
+
+    files: dict[str, bytes] = {}
+    """Contents by path, relative to /workspace or absolute."""
+    image: str = "host"
+    """Name of an image of the configuration."""
+
+    @property
+    def digest(self) -> str:
+        """Hex digest by which another workspace is noticed."""
+        entries = (self.image, sorted(self.files.items()))
+        return hashlib.blake2b(msgspec.msgpack.encode(entries), digest_size=16).hexdigest()
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What was left in the sandbox of a completion at the paths that its task names."""
+
+    files: dict[str, bytes] = {}
+    """Contents by path, as the task names them; what was not there, or could not be taken, is left out."""
+    problem: str = ""
+    """Why something of it could not be taken though it was there, for a person: the policy's doing."""
