@@ -78,6 +78,13 @@ class SandboxBusyError(SandboxError, RuntimeError):
     """
 
 
+class SandboxIdentityError(SandboxError, ValueError):
+    """An identity is no identity, or names a sandbox that is made of something else.
+
+    The caller is wrong: an identity is chosen once, for one sandbox.
+    """
+
+
 class SandboxFileError(SandboxError, ValueError):
     """A file could not be written into or read from a sandbox: it is absent, no regular file, too large, its path
     leaves the sandbox or passes a link, or the sandbox has no room.

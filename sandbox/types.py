@@ -17,6 +17,8 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What it does, in prose."""
     parameters: dict[str, Any]
     """JSON schema of its arguments, of type object."""
+    is_final: bool = False
+    """Whether a completion ends with its call: nothing answers it."""
 
 
 class CallStatus(StrEnum):
@@ -144,3 +146,68 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that `call` runs inside, as the sandbox's user."""
     labels: dict[str, str] = {}
     """For people and for `list`: run, task, trajectory."""
+
+
+class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox as its supervisor sees it."""
+
+    sandbox_id: str
+    """Its identity."""
+    instance: str
+    """Names this incarnation: 16 hexadecimal digits."""
+    owner: str
+    """Who created or adopted it last."""
+    spec: SandboxSpec
+    """What it was made of."""
+    age_s: float
+    """Seconds since it was created."""
+    lease_s: float
+    """Seconds until it is ended, if nobody renews it."""
+
+
+CREATE_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the classes of `PoolStats.create_s`; one more class holds what took longer."""
+
+
+class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of a supervisor since it started, and what it has now. Those of several add up."""
+
+    held: int = 0
+    """Sandboxes that somebody has now."""
+    warm: int = 0
+    """Sandboxes that are ready and nobody's."""
+    waiting: int = 0
+    """Questions for one that wait for room now."""
+    ending: int = 0
+    """Sandboxes that are being taken down now."""
+    stuck: int = 0
+    """Sandboxes that could not be ended within their time; it is tried again."""
+    created: int = 0
+    """Sandboxes that were handed out."""
+    warm_hits: int = 0
+    """Of these, those that had been ready."""
+    failed: int = 0
+    """Sandboxes that could not be made."""
+    busy: int = 0
+    """Questions for one that found no room in time."""
+    adopted: int = 0
+    """Sandboxes that a successor took over."""
+    closed: int = 0
+    """Sandboxes whose owner closed them."""
+    expired: int = 0
+    """Sandboxes whose lease ran out."""
+    oom: int = 0
+    """Sandboxes that ran out of memory and ended."""
+    lost: int = 0
+    """Sandboxes that died for another reason."""
+    unfresh: int = 0
+    """Warm sandboxes that were no longer as new and were thrown away."""
+    create_s: tuple[int, ...] = (0,) * (len(CREATE_BOUNDS_S) + 1)
+    """How many were handed out within each of CREATE_BOUNDS_S seconds of the question, the wait for room included."""
+
+    def __add__(self, other: "PoolStats") -> "PoolStats":
+        """Both together."""
+        sums = {
+            name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__ if name != "create_s"
+        }
+        return PoolStats(**sums, create_s=tuple(a + b for a, b in zip(self.create_s, other.create_s, strict=True)))

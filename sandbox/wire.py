@@ -1,0 +1,317 @@
+"""What a client and a supervisor say to each other: frames, questions, answers, and errors that keep their type.
+
+    frame     length u32, little-endian | that many bytes
+    question  frame of msgpack [number, operation, payload]
+    answer    frame of msgpack [number, answer];   answer = 0x00 | result   or   0x01 | Refusal
+
+Payloads and results are opaque to whoever carries them (a socket, a Ray actor). Texts that a model wrote may hold half
+characters, and numbers more than 64 bits, which msgpack has not: arguments travel as JSON in ASCII, command lines and
+paths as bytes, from which the same text is made again.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Generator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from rollforward.sandbox import errors
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.errors import GoneCause, SandboxConnectionError, SandboxError, SandboxGoneError
+from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult, SandboxSpec
+
+MAX_FRAME_BYTES: Final = 1 << 30
+"""Longest frame; a length beyond it is no frame of ours."""
+
+_LENGTH: Final = struct.Struct("<I")
+_RESULT, _REFUSAL = b"\0", b"\1"
+
+_T = TypeVar("_T")
+
+
+class Operation(StrEnum):
+    """What can be asked of a supervisor."""
+
+    CONFIGURE = "configure"
+    CREATE = "create"
+    ADOPT = "adopt"
+    RENEW = "renew"
+    LIST = "list"
+    STATS = "stats"
+    EXEC = "exec"
+    CALL = "call"
+    UPLOAD = "upload"
+    DOWNLOAD = "download"
+    SNAPSHOT = "snapshot"
+    CLOSE = "close"
+
+
+class Configure(msgspec.Struct, frozen=True, kw_only=True):
+    """Take over settings; `images` of a live supervisor stay what they are."""
+
+    config: ContainerConfig
+
+
+class Create(msgspec.Struct, frozen=True, kw_only=True):
+    """Make a sandbox, or say what there is under this identity."""
+
+    sandbox_id: str
+    owner: str
+    spec: SandboxSpec
+    sources: dict[str, str]
+    """Python source of each tool of the spec: its file lies where the client is."""
+    snapshot: bytes | None
+    timeout_s: float
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to Create and Adopt."""
+
+    instance: str
+    spec: SandboxSpec
+    load: int
+    """Sandboxes held and waited for there, for the client's next choice."""
+
+
+class Adopt(msgspec.Struct, frozen=True, kw_only=True):
+    """Become the owner of what there is."""
+
+    sandbox_id: str
+    owner: str
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True):
+    """A sign of life. The answer is a list of those that are not there."""
+
+    held: dict[str, str]
+    """sandbox id -> instance."""
+
+
+class Which(msgspec.Struct, frozen=True, kw_only=True):
+    """One incarnation of a sandbox."""
+
+    sandbox_id: str
+    instance: str
+
+
+class Exec(msgspec.Struct, frozen=True, kw_only=True):
+    """Run a command; its texts as bytes."""
+
+    which: Which
+    key: str | None
+    argv: tuple[bytes, ...]
+    stdin: bytes
+    env: dict[bytes, bytes]
+    cwd: bytes
+    wall_s: float | None
+
+    @classmethod
+    def of(cls, which: Which, request: ExecRequest, key: str | None) -> "Exec":
+        """A request on its way."""
+        return cls(
+            which=which,
+            key=key,
+            argv=tuple(_bytes(argument) for argument in request.argv),
+            stdin=request.stdin,
+            env={_bytes(name): _bytes(value) for name, value in request.env.items()},
+            cwd=_bytes(request.cwd),
+            wall_s=request.wall_s,
+        )
+
+    def request(self) -> ExecRequest:
+        """The request as it was."""
+        return ExecRequest(
+            argv=tuple(_text(argument) for argument in self.argv),
+            stdin=self.stdin,
+            env={_text(name): _text(value) for name, value in self.env.items()},
+            cwd=_text(self.cwd),
+            wall_s=self.wall_s,
+        )
+
+
+class Invoke(msgspec.Struct, frozen=True, kw_only=True):
+    """Call a tool; its arguments as JSON in ASCII."""
+
+    which: Which
+    key: str | None
+    tool: bytes
+    arguments: bytes
+
+    @classmethod
+    def of(cls, which: Which, call: Call, key: str | None) -> "Invoke":
+        """A call on its way.
+
+        Raises:
+            TypeError, ValueError, RecursionError: the arguments are no JSON.
+        """
+        arguments = json.dumps(call.arguments).encode("ascii")
+        return cls(which=which, key=key, tool=_bytes(call.tool), arguments=arguments)
+
+    def call(self) -> Call:
+        """The call as it was."""
+        return Call(tool=_text(self.tool), arguments=json.loads(self.arguments))
+
+
+class Upload(msgspec.Struct, frozen=True, kw_only=True):
+    """Write files."""
+
+    which: Which
+    files: dict[bytes, bytes]
+
+
+class Download(msgspec.Struct, frozen=True, kw_only=True):
+    """Read files."""
+
+    which: Which
+    paths: tuple[bytes, ...]
+    max_bytes: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Read all that was written."""
+
+    which: Which
+    max_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """An error on its way."""
+
+    kind: str
+    message: str
+    cause: GoneCause | None = None
+
+
+def encode(value: object) -> bytes:
+    """Bytes of a payload or a result. Half characters in texts for people become `?`."""
+    return msgspec.msgpack.encode(_whole(value) if isinstance(value, ExecResult | CallResult) else value)
+
+
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """A payload or a result.
+
+    Raises:
+        SandboxConnectionError: the bytes are none; who sent them is of another version.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise SandboxConnectionError(
+            f"a message to or from a supervisor is no {getattr(kind, '__name__', kind)} ({error}); client and"
+            " supervisor are of different versions. End the older one; its sandboxes end with it"
+        ) from None
+
+
+def answer(result: object) -> bytes:
+    """An answer that holds a result."""
+    return _RESULT + encode(result)
+
+
+def refusal(error: Exception) -> bytes:
+    """An answer that holds an error; what is no SandboxError becomes one of the connection."""
+    kind = type(error).__name__ if isinstance(error, SandboxError) else SandboxConnectionError.__name__
+    message = (
+        str(error) if isinstance(error, SandboxError) else f"the supervisor failed: {type(error).__name__}: {error}"
+    )
+    cause = error.cause if isinstance(error, SandboxGoneError) else None
+    return _REFUSAL + encode(Refusal(kind=kind, message=_shown(message), cause=cause))
+
+
+def result(data: bytes, kind: type[_T]) -> _T:
+    """The result that an answer holds.
+
+    Raises:
+        SandboxError: the one that it holds instead, with its type.
+    """
+    if data[:1] == _RESULT:
+        return decode(data[1:], kind)
+    refused = decode(data[1:], Refusal)
+    error = getattr(errors, refused.kind, SandboxConnectionError)
+    if error is SandboxGoneError:
+        raise SandboxGoneError(refused.message, refused.cause or GoneCause.LOST)
+    raise error(refused.message)
+
+
+def encode_paths(paths: Sequence[str]) -> tuple[bytes, ...]:
+    """Paths as bytes."""
+    return tuple(_bytes(path) for path in paths)
+
+
+def encode_files(files: Mapping[str, bytes]) -> dict[bytes, bytes]:
+    """Files by path."""
+    return {_bytes(path): bytes(data) for path, data in files.items()}
+
+
+def decode_paths(paths: Sequence[bytes]) -> tuple[str, ...]:
+    """The paths as they were."""
+    return tuple(_text(path) for path in paths)
+
+
+def decode_files(files: Mapping[bytes, bytes]) -> dict[str, bytes]:
+    """The files as they were."""
+    return {_text(path): data for path, data in files.items()}
+
+
+def frame(*parts: Any) -> bytes:
+    """A frame of msgpack.
+
+    Raises:
+        SandboxConnectionError: it would be longer than MAX_FRAME_BYTES.
+    """
+    data = msgspec.msgpack.encode(parts)
+    if len(data) > MAX_FRAME_BYTES:
+        raise SandboxConnectionError(
+            f"a message of {len(data)} bytes; one has at most {MAX_FRAME_BYTES}. Ask for less at once"
+        )
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next frame.
+
+    Raises:
+        EOFError: there is none, it is cut short, or the peer speaks something else.
+        OSError: the kernel's.
+    """
+    size = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0]
+    if size > MAX_FRAME_BYTES:
+        raise EOFError(f"a frame of {size} bytes")
+    return await reader.readexactly(size)
+
+
+def _whole(value: ExecResult | CallResult) -> ExecResult | CallResult:
+    if isinstance(value, CallResult):
+        return msgspec.structs.replace(value, text=_shown(value.text), detail=_shown(value.detail))
+    return msgspec.structs.replace(value, detail=_shown(value.detail))
+
+
+def _shown(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+@contextlib.contextmanager
+def short_path(path: Path) -> Generator[str]:
+    """A name of the socket that fits a socket address (107 bytes), however long its path is.
+
+    Raises:
+        OSError: the directory cannot be opened.
+    """
+    descriptor = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
