@@ -98,3 +98,32 @@ class SandboxConnectionError(SandboxError, ConnectionError):
 
     Ask again what is safe to repeat (see `client.py`); the sandbox may live on.
     """
+
+
+class CommandLogError(SandboxError, RuntimeError):
+    """Base of what can be wrong with a command log. Whose log it is fails as infra; the message says why."""
+
+
+class CommandLogDamagedError(CommandLogError):
+    """The file is no command log, is another trajectory's, or holds bytes or records that no writer left there.
+
+    Nothing of it is believed and nothing was changed. Look at the disk; remove the file to do without it.
+    """
+
+
+class CommandLogLockedError(CommandLogError):
+    """Another live process, or another session of this one, writes the log. Wait for its end."""
+
+
+class CommandLogWriteError(CommandLogError):
+    """A write or sync failed; the log is dead for good, and nothing that is not on disk may be handed out.
+
+    The failed call is never repeated on its descriptor. A new opening goes on with what is on disk.
+    """
+
+
+class CommandDivergenceError(CommandLogError):
+    """What is asked for is not what the log says was asked for at this place: two histories of one trajectory.
+
+    The caller or its inputs changed between two runs; nothing was executed.
+    """
