@@ -12,6 +12,7 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Its docstring is what the model reads about it, its annotations (str, int, float, bool, list, dict, and lists of
     these) and defaults are its parameters. What it returns is the answer: a text, or a value that is written as JSON.
+    `FINAL = True` in its file makes it one that ends a completion, like `submit`.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")]
@@ -86,8 +87,8 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_log_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
     """Command logs of steps that a checkpoint covers are kept up to so many bytes, the newest first."""
     inject_failures: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-    """Share of completions whose sandbox is killed at a command of theirs, both chosen by the request's seed: a drill of
-    what infra failures do to a run. 0 in earnest.
+    """Share of completions whose sandbox is killed at a command of theirs, both chosen by the request's seed: a drill
+    of what infra failures do to a run. 0 in earnest.
     """
 
 

@@ -57,7 +57,7 @@ def load_tool(config: ToolConfig) -> ToolSpec:
 
     Example: `def add(a: int, b: int = 1) -> int` with the docstring "Adds." gives name "add", description "Adds." and
     parameters {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 1}},
-    "required": ["a"]}.
+    "required": ["a"]}. A file with `FINAL = True` at its top level holds a tool whose call ends a completion.
 
     Raises:
         ToolError: the file cannot be read or parsed, or its function cannot be offered: not there, async, without a
@@ -65,7 +65,8 @@ def load_tool(config: ToolConfig) -> ToolSpec:
 
     Invariants: never imports or runs the file.
     """
-    function = _find(config)
+    tree = _parse(config)
+    function = _find(config, tree)
     description = ast.get_docstring(function)
     if not description:
         raise _fault(config, f"{config.name}() has no docstring; it is what the model reads. Write one")
@@ -88,15 +89,33 @@ def load_tool(config: ToolConfig) -> ToolSpec:
         else:
             properties[parameter.arg]["default"] = _default(config, parameter.arg, default)
     schema = {"type": "object", "properties": properties, "required": required}
-    return ToolSpec(name=config.name, description=description, parameters=schema)
+    return ToolSpec(name=config.name, description=description, parameters=schema, is_final=_is_final(config, tree))
 
 
-def _find(config: ToolConfig) -> ast.FunctionDef:
+def _parse(config: ToolConfig) -> ast.Module:
+    source = tool_source(config)
     try:
-        tree = ast.parse(tool_source(config))
+        return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise _fault(config, f"is no Python: {error}{at}. Correct it") from None
+
+
+def _is_final(config: ToolConfig, tree: ast.Module) -> bool:
+    """Whether the file says `FINAL = True`."""
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "FINAL" for target in targets):
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            if not isinstance(value, ast.Constant) or not isinstance(value.value, bool):
+                raise _fault(config, "sets FINAL to something else than True or False. Write one of them")
+            return value.value
+    return False
+
+
+def _find(config: ToolConfig, tree: ast.Module) -> ast.FunctionDef:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     found = functions.get(config.name)
     if found is None:

@@ -82,7 +82,9 @@ def test_a_mistake_names_file_function_and_rule(tmp_path: Path, source: str, say
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ToolError, match="there are calculator"):
+    with pytest.raises(
+        ToolError, match=r"^tool abacus: there is no shipped tool of this name; there are bash, calculator"
+    ):
         load_tool(ToolConfig(name="abacus"))
     with pytest.raises(ToolError, match="No such file"):
         load_tool(ToolConfig(name="f", file=str(tmp_path / "none.py")))
