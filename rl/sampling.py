@@ -4,6 +4,8 @@ Here: pure functions of records. Not here: engines (rollout/), masks and weights
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import msgspec
 import numpy as np
@@ -150,17 +152,37 @@ def score_completions(
     encoder: PromptEncoder,
     tasks: Mapping[str, Task],
 ) -> list[Score | Unscored]:
-    """Judge every completion by its example's task; one that an infra or data failure ended has no score."""
-    scores: list[Score | Unscored] = []
-    for completion in completions:
+    """Judge every completion by its example's task; one that an infra or data failure ended has no score.
+
+    Scores are in the order of the completions. Where a task waits for other processes, several are judged at one time.
+
+    Raises:
+        RewardError: what the first completion raised whose verifier breaks its contract, in that order.
+    """
+    names = [examples[completion.id.prompt].task for completion in completions]
+
+    def judged(index: int) -> Score | Unscored:
+        completion, task = completions[index], tasks[names[index]]
         example = examples[completion.id.prompt]
-        if completion.failure is not None and completion.failure.is_excluded:
-            how = f": {completion.detail}" if completion.detail else ""
-            scores.append(Unscored(failure=completion.failure, detail=f"the sampling of {completion.id} failed{how}"))
-        else:
-            text = encoder.text(completion, example.effort)
-            scores.append(tasks[example.task].score(example, text, completion.submission))
-    return scores
+        return task.score(example, encoder.text(completion, example.effort), completion.submission)
+
+    scores: list[Score | Unscored | Future[Score | Unscored]] = []
+    with ExitStack() as stack:
+        pools: dict[str, ThreadPoolExecutor] = {}
+        for name in dict.fromkeys(names):
+            if (at_once := tasks[name].options.scored_at_once) > 1:
+                pools[name] = ThreadPoolExecutor(at_once, "score")
+                stack.callback(pools[name].shutdown, cancel_futures=True)  # of use where one has raised
+        for index, completion in enumerate(completions):
+            if completion.failure is not None and completion.failure.is_excluded:
+                how = f": {completion.detail}" if completion.detail else ""
+                detail = f"the sampling of {completion.id} failed{how}"
+                scores.append(Unscored(failure=completion.failure, detail=detail))
+            elif (pool := pools.get(names[index])) is not None:
+                scores.append(pool.submit(judged, index))
+            else:
+                scores.append(judged(index))
+        return [score.result() if isinstance(score, Future) else score for score in scores]
 
 
 def read_turns(

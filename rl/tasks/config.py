@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollforward.model.messages import ReasoningEffort
-from rollforward.sandbox.config import ToolConfig
+from rollforward.sandbox.config import Limits, ToolConfig
 
 
 class LengthPenalty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +103,11 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"task {self.name}: submission has {path!r}; it must be the path of a file, without `..`. Name it"
                     " from /workspace or absolutely"
                 )
+
+    @property
+    def scored_at_once(self) -> int:
+        """Completions that are judged at one time; more than one where that is waiting for other processes."""
+        return 1
 
     def budget(self, run_max_new_tokens: int) -> int:
         """Tokens that a completion may have, where the run gives `run_max_new_tokens`."""
@@ -243,8 +248,31 @@ class PythonReward(
     """Seconds for starting the process and importing the file."""
 
 
-Reward = ExactReward | MathReward | PythonReward
-"""Any verifier of a dataset's answers. A new kind joins here and in `rewards.py`."""
+AnswerReward = ExactReward | MathReward | PythonReward
+"""Any verifier of what the model said. A new kind joins here and in `rewards.py`."""
+
+
+class UnitTestReward(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="unit_tests"
+):
+    """The share of hidden tests that pass on what the completion left in its sandbox (`unit_tests.py`).
+
+    They run in another sandbox, which has the files that the task's `submission` names and nothing else of the
+    policy's. What a test compares with never enters it.
+    """
+
+    partial_credit: bool = True
+    """Whether some passed tests are worth their share; false: all or nothing."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 10.0
+    """Seconds of wall time for a test that names none; it has failed when they are over."""
+    at_once: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
+    """Submissions that are judged at one time."""
+    limits: Limits | None = None
+    """What the tests of one submission may use up. null: `sandbox.container.limits`."""
+
+
+Reward = AnswerReward | UnitTestReward
+"""Any verifier of a dataset's answers."""
 
 
 class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
@@ -253,7 +281,7 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     path: str
     """A .jsonl file (one object a line) or a .parquet file, one question a row."""
     reward: Reward
-    """How an answer is judged."""
+    """How an answer, or what was left in the sandbox, is judged."""
     question_column: str = "question"
     """Column with the question: a text, or a list of messages, each with `role` and `content`."""
     answer_column: str | None = "answer"
@@ -265,6 +293,14 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     last one an assistant's. An assistant's may have `tool_calls`, each with the `name` of one of `tools` and
     `arguments` (a text that is a JSON object); a tool's follow it in the order of the calls. null: SFT learns the bare
     answer.
+    """
+    files_column: str | None = None
+    """Column with the files that a completion's sandbox begins with (`substrate: container`): an object, text by path
+    relative to /workspace, or a text that is such an object as JSON. null: none.
+    """
+    tests_column: str | None = None
+    """Column with the hidden tests of a reward of type unit_tests: a list of objects with the fields of `UnitTest` in
+    `unit_tests.py`, or a text that is such a list as JSON.
     """
     system_prompt: str | None = None
     """A system message in front of every question."""
@@ -282,15 +318,18 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     def __post_init__(self) -> None:
         """Refuse a verifier without anything to compare with, and one column with two meanings."""
         super().__post_init__()
-        if self.answer_column is None and not isinstance(self.reward, PythonReward):
+        if self.answer_column is None and not isinstance(self.reward, PythonReward | UnitTestReward):
             raise ValueError(
                 f"task {self.name}: answer_column is null, but the reward compares with a right answer. Name the"
-                " column, or choose a reward of type python"
+                " column, or choose a reward of type python or unit_tests"
             )
+        self._check_sandbox_columns()
         columns = {
             "question_column": self.question_column,
             "answer_column": self.answer_column,
             "messages_column": self.messages_column,
+            "files_column": self.files_column,
+            "tests_column": self.tests_column,
         }
         for (first, left), (second, right) in itertools.combinations(columns.items(), 2):
             if left is not None and left == right:
@@ -299,6 +338,91 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
                     " columns"
                 )
 
+    @property
+    def scored_at_once(self) -> int:
+        """Completions that are judged at one time."""
+        return self.reward.at_once if isinstance(self.reward, UnitTestReward) else 1
 
-TaskConfig = ReasoningGymConfig | DatasetConfig
+    def _check_sandbox_columns(self) -> None:
+        if isinstance(self.reward, UnitTestReward) != (self.tests_column is not None):
+            raise ValueError(
+                f"task {self.name}: tests_column is {self.tests_column!r}, and the reward is"
+                f" {'' if isinstance(self.reward, UnitTestReward) else 'not '}of type unit_tests; one needs the other."
+                " Set both or neither"
+            )
+        if isinstance(self.reward, UnitTestReward):
+            _check_unit_tests(self, self.reward)
+        if self.files_column is not None and not self.keeps_sandbox:
+            raise ValueError(
+                f"task {self.name}: files_column is {self.files_column!r}, but where substrate is function nothing is"
+                " kept that could hold files. Set substrate=container"
+            )
+
+
+class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="errands"):
+    """Small errands in a workspace of files, made here (`errands.py`): find a formula in the file that the question
+    names, and submit it, or twice it. Hidden tests put numbers in.
+    """
+
+    substrate: Literal["function", "container"] = "container"
+    tools: tuple[ToolConfig, ...] = (ToolConfig(name="read_file"), ToolConfig(name="submit"))
+    submission: tuple[str, ...] = ("answer.txt",)
+    max_submission_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 4096
+    notes: Annotated[int, msgspec.Meta(ge=1, le=32)] = 3
+    """Files of a workspace."""
+    twice_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.5
+    """Share of questions that ask for twice the formula."""
+    guess_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of questions of which SFT is shown a guess, submitted without a look into the file. A model that saw both
+    can find out by reinforcement what pays.
+    """
+    tests: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    """Hidden tests of a question."""
+    reward: UnitTestReward = UnitTestReward(partial_credit=False)
+    """How they become a score."""
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    """Chooses the errands; accuracies are comparable only at the same seed."""
+    train_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 65536
+    """Errands to train on in one epoch; with several tasks also the task's share in the mixture."""
+    heldout_size: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 200
+    """Errands, all different, that are kept for evaluation."""
+
+    def __post_init__(self) -> None:
+        """Refuse what an errand cannot be done with."""
+        super().__post_init__()
+        have = [tool.name for tool in self.tools]
+        for name in ("read_file", "submit"):
+            if name not in have:
+                raise ValueError(
+                    f"task {self.name}: tools are {', '.join(have) or 'none'}; an errand needs read_file and submit."
+                    " Leave tools out, or add to them"
+                )
+        if "answer.txt" not in self.submission:
+            raise ValueError(
+                f"task {self.name}: submission is {', '.join(self.submission) or 'empty'}; an errand is judged by"
+                " answer.txt, which submit writes. Leave submission out, or add it"
+            )
+        _check_unit_tests(self, self.reward)
+
+    @property
+    def scored_at_once(self) -> int:
+        """Completions that are judged at one time."""
+        return self.reward.at_once
+
+
+TaskConfig = ReasoningGymConfig | DatasetConfig | ErrandsConfig
 """Any task, told apart by `type`. A new kind joins here and in `registry.py`."""
+
+
+def _check_unit_tests(task: TaskOptions, reward: UnitTestReward) -> None:
+    """Refuse hidden tests of nothing, and files that do not fit where they are tested."""
+    if not task.submission:
+        raise ValueError(
+            f"task {task.name}: reward.type is unit_tests, but submission is empty, so that there is nothing to test."
+            " Set substrate=container, and submission to the files that the tests need"
+        )
+    if reward.limits is not None and reward.limits.disk_bytes < task.max_submission_bytes:
+        raise ValueError(
+            f"task {task.name}: reward.limits.disk_bytes is {reward.limits.disk_bytes}, less than max_submission_bytes,"
+            f" {task.max_submission_bytes}. Raise it, or lower the other"
+        )

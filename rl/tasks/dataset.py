@@ -9,6 +9,7 @@ Not here: how answers are judged (`rewards.py`).
 
 import hashlib
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import numpy.typing as npt
 
 from rollforward.model.messages import Message
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import DatasetConfig
+from rollforward.rl.tasks.config import DatasetConfig, UnitTestReward
+from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.rewards import build_judge
 from rollforward.rl.tasks.rows import Row, Rows, open_rows
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, Split, Unscored
-from rollforward.rollout.workspace import Submission
+from rollforward.rl.tasks.unit_tests import UnitTestJudge
+from rollforward.rollout.workspace import Submission, Workspace
+from rollforward.sandbox.config import ContainerConfig
 
 _UInt64Array = npt.NDArray[np.uint64]
 
@@ -34,6 +38,7 @@ class DatasetTask:
 
     Args:
         config: the file, its columns and the reward.
+        grader: has the sandboxes of hidden tests; None: there are none.
 
     Raises:
         TaskError: a file, a column or a row is not as configured, or there are too few distinct questions.
@@ -41,19 +46,20 @@ class DatasetTask:
         ToolError: a tool cannot be offered.
     """
 
-    def __init__(self, config: DatasetConfig) -> None:
+    def __init__(self, config: DatasetConfig, grader: Grader | None = None) -> None:
         """Check every row, choose the held-out questions, start the reward's process if it has one."""
         self._config = config
         self._owner = f"task {config.name}"
         self._tools = load_toolset(config)
         digest = hashlib.blake2b(f"{config.name}/{config.system_prompt!r}/".encode(), digest_size=16)
         digest.update(self._tools.digest)
-        self._train = _IndexedRows(config, Path(config.path), self._owner, digest)
+        ends = {spec.name: spec.is_final for spec in self._tools.specs}
+        self._train = _IndexedRows(config, Path(config.path), self._owner, ends, digest)
         if config.heldout_path is None:
             self._heldout = self._train
             minimum, rule = config.heldout_size + 1, "heldout_size + 1, so that one is left to train on"
         else:
-            self._heldout = _IndexedRows(config, Path(config.heldout_path), self._owner, digest)
+            self._heldout = _IndexedRows(config, Path(config.heldout_path), self._owner, ends, digest)
             minimum, rule = config.heldout_size, "heldout_size"
         distinct, first_rows = np.unique(self._heldout.hashes, return_index=True)
         if distinct.size < minimum:
@@ -71,7 +77,10 @@ class DatasetTask:
             )
         digest.update(np.ascontiguousarray(heldout_hashes).tobytes())
         self._fingerprint = digest.hexdigest()
-        self._judge = build_judge(config.reward, max_answer_chars=config.max_answer_chars, owner=self._owner)
+        if isinstance(config.reward, UnitTestReward):
+            self._test_judge = UnitTestJudge(config.reward, grader or Grader(ContainerConfig()), owner=self._owner)
+        else:
+            self._judge = build_judge(config.reward, max_answer_chars=config.max_answer_chars, owner=self._owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the configuration."""
@@ -103,12 +112,7 @@ class DatasetTask:
             IndexError: `index` is outside the split.
             TaskError: the file is no longer the one that was checked.
         """
-        if not 0 <= index < self.size(split):
-            raise IndexError(f"{self._owner}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}")
-        if split == "train":
-            row = self._train.row(int(self._train_rows[index]))
-        else:
-            row = self._heldout.row(int(self._heldout_rows[index]))
+        row = self._row(index, split)
         messages = row.messages
         if self._config.system_prompt is not None:
             messages = (Message(role="system", content=self._config.system_prompt), *messages)
@@ -121,17 +125,34 @@ class DatasetTask:
             effort=self._config.effort,
             tools=self._tools.listed,
             demonstration=row.demonstration,
+            workspace=self._workspace(row),
         )
 
     def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
         """Judge an answer by the configured reward; see `Task.score`."""
+        if isinstance(self._config.reward, UnitTestReward):
+            tests = self._row(example.index, example.split).tests
+            return self._test_judge(submission, tests, image=self._config.image)
         return self._judge(example.messages[-1].content, example.answer, text)
+
+    def _row(self, index: int, split: Split) -> Row:
+        if not 0 <= index < self.size(split):
+            raise IndexError(f"{self._owner}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}")
+        if split == "train":
+            return self._train.row(int(self._train_rows[index]))
+        return self._heldout.row(int(self._heldout_rows[index]))
+
+    def _workspace(self, row: Row) -> Workspace | None:
+        if not self._config.keeps_sandbox:
+            return None
+        files = {path: text.encode() for path, text in (row.files or {}).items()}
+        return Workspace(files=files, image=self._config.image)
 
 
 class _IndexedRows:
     """The checked rows of one file with a hash of every question."""
 
-    def __init__(self, config: DatasetConfig, path: Path, owner: str, digest: Any) -> None:
+    def __init__(self, config: DatasetConfig, path: Path, owner: str, tools: Mapping[str, bool], digest: Any) -> None:
         """Check every row; `digest` takes in all of them."""
         self.path = path
         self._config, self._owner = config, owner
@@ -140,7 +161,9 @@ class _IndexedRows:
             question_column=config.question_column,
             answer_column=config.answer_column,
             messages_column=config.messages_column,
-            tools=[tool.name for tool in config.tools],
+            files_column=config.files_column,
+            tests_column=config.tests_column,
+            tools=tools,
             owner=owner,
         )
         hashes = array("Q")
@@ -152,7 +175,10 @@ class _IndexedRows:
                     " away"
                 )
             hashes.append(_question_hash(row, config.seed))
-            digest.update(msgspec.json.encode((row.messages, row.answer, row.demonstration)) + b"\n")
+            said = (row.messages, row.answer, row.demonstration)
+            if row.files is not None or row.tests:
+                said = (*said, row.files, row.tests)
+            digest.update(msgspec.json.encode(said) + b"\n")
         self.hashes: _UInt64Array = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
 
     def row(self, index: int) -> Row:

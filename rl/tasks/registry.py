@@ -3,16 +3,23 @@
 from collections.abc import Sequence
 
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import DatasetConfig, ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.config import DatasetConfig, ErrandsConfig, ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.types import Task
+from rollforward.sandbox.config import ContainerConfig
 
 
-def build_task(config: TaskConfig) -> Task:
+def build_task(config: TaskConfig, grader: Grader | None = None) -> Task:
     """The task that `config` describes, its held-out questions chosen.
+
+    Args:
+        config: which.
+        grader: has the sandboxes of hidden tests. None: the task can be asked, and not judged by them.
 
     Raises:
         TaskError: the configuration names something that does not exist, or asks for more questions than there are.
     """
+    grader = Grader(ContainerConfig()) if grader is None else grader
     match config:
         case ReasoningGymConfig():
             from rollforward.rl.tasks.reasoning_gym import ReasoningGymTask
@@ -21,11 +28,15 @@ def build_task(config: TaskConfig) -> Task:
         case DatasetConfig():
             from rollforward.rl.tasks.dataset import DatasetTask
 
-            return DatasetTask(config)
+            return DatasetTask(config, grader)
+        case ErrandsConfig():
+            from rollforward.rl.tasks.errands import ErrandsTask
+
+            return ErrandsTask(config, grader)
 
 
-def build_tasks(configs: Sequence[TaskConfig]) -> tuple[Task, ...]:
-    """All tasks of a run.
+def build_tasks(configs: Sequence[TaskConfig], grader: Grader | None = None) -> tuple[Task, ...]:
+    """All tasks of a run; `grader` as in `build_task`.
 
     Raises:
         TaskError: there are none, two share a name, or `build_task` refuses one.
@@ -39,4 +50,4 @@ def build_tasks(configs: Sequence[TaskConfig]) -> tuple[Task, ...]:
                 f"tasks: {names.count(name)} tasks are named {name!r}; metrics are told apart by the name. Rename all "
                 "but one."
             )
-    return tuple(build_task(config) for config in configs)
+    return tuple(build_task(config, grader) for config in configs)

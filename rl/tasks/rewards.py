@@ -1,5 +1,7 @@
 """How the answers of a dataset are judged: exact text, mathematical equality, or a user's Python function.
 
+Hidden tests of what was left in a sandbox are in `unit_tests.py`.
+
 Everything that takes time or is not ours runs in a process of its own (`reward_process.py`), so that a score is the
 same from every thread and a deadline holds whatever the code does. What a failure of that process means:
 
@@ -22,7 +24,7 @@ from typing import Final
 
 from rollforward.rl.errors import RewardError
 from rollforward.rl.tasks.answers import read_answer
-from rollforward.rl.tasks.config import ExactReward, MathReward, PythonReward, Reward
+from rollforward.rl.tasks.config import AnswerReward, ExactReward, MathReward, PythonReward
 from rollforward.rl.tasks.reward_process import Deadline, Died, Raised, Result, RewardProcess, Value
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
@@ -35,7 +37,7 @@ _MATH_START_TIMEOUT_S: Final = 120.0
 _COMPUTING_SHARE: Final = 0.1  # a busy machine may leave a process no more; an honest call needs far less
 
 
-def build_judge(reward: Reward, *, max_answer_chars: int, owner: str) -> Judge:
+def build_judge(reward: AnswerReward, *, max_answer_chars: int, owner: str) -> Judge:
     """The verifier that `reward` describes, its process started.
 
     Args:

@@ -7,7 +7,7 @@ and which are held out is in `dataset.py`.
 
 import difflib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
@@ -15,6 +15,7 @@ import msgspec
 
 from rollforward.model.messages import Message
 from rollforward.rl.errors import TaskError
+from rollforward.rl.tasks.unit_tests import UnitTest, check_tests
 
 _BOM: Final = b"\xef\xbb\xbf"
 _MAX_SHOWN_CHARS: Final = 60
@@ -31,6 +32,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The right answer; None where the file has none."""
     demonstration: tuple[Message, ...] | None = None
     """Turns to learn from; None where the file has none."""
+    files: dict[str, str] | None = None
+    """What a completion's sandbox begins with, text by path; None where the file has none."""
+    tests: tuple[UnitTest, ...] = ()
+    """Hidden tests."""
 
 
 class Rows(Protocol):
@@ -55,16 +60,18 @@ def open_rows(
     question_column: str,
     answer_column: str | None,
     messages_column: str | None = None,
-    tools: Sequence[str] = (),
+    files_column: str | None = None,
+    tests_column: str | None = None,
+    tools: Mapping[str, bool] | None = None,
     owner: str,
 ) -> Rows:
     """The rows of a file, of the format that its name ends with.
 
     Args:
         path: .jsonl or .parquet.
-        question_column, answer_column, messages_column: where question, answer and turns to learn from are; None
-            where the file has none.
-        tools: names of the tools that the turns to learn from may call.
+        question_column, answer_column, messages_column, files_column, tests_column: where question, answer, turns to
+            learn from, files and hidden tests are; None where the file has none.
+        tools: names of the tools that the turns to learn from may call, and whether a call ends the completion.
         owner: begins every error message, such as `task sums`.
 
     Raises:
@@ -74,7 +81,14 @@ def open_rows(
         raise TaskError(
             f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"
         )
-    columns = _Columns(path, question_column, answer_column, messages_column, tools, owner)
+    settings = {
+        "question_column": question_column,
+        "answer_column": answer_column,
+        "messages_column": messages_column,
+        "files_column": files_column,
+        "tests_column": tests_column,
+    }
+    columns = _Columns(path, settings, tools or {}, owner)
     match path.suffix.lower():
         case ".jsonl":
             return JsonlRows(columns)
@@ -90,16 +104,18 @@ def open_rows(
 class _Columns:
     """Names of the columns, and what is done with their values, whatever the format."""
 
-    def __init__(
-        self, path: Path, question: str, answer: str | None, turns: str | None, tools: Sequence[str], owner: str
-    ) -> None:
-        self.path, self.question, self.answer, self.turns = path, question, answer, turns
+    def __init__(self, path: Path, settings: Mapping[str, str | None], tools: Mapping[str, bool], owner: str) -> None:
+        self.path = path
+        self.question = settings["question_column"] or ""
+        self.answer, self.turns = settings["answer_column"], settings["messages_column"]
+        self.files, self.tests = settings["files_column"], settings["tests_column"]
+        self._settings = {name: setting for setting, name in settings.items() if name is not None}
         self._tools, self._owner = tools, owner
 
     @property
     def names(self) -> list[str]:
         """The columns that are read."""
-        return [name for name in (self.question, self.answer, self.turns) if name is not None]
+        return list(self._settings)
 
     def fault(self, what: str, row: int | None = None) -> TaskError:
         """An error about this file, or about one row of it, counted from 1 as editors do."""
@@ -107,11 +123,10 @@ class _Columns:
         return TaskError(f"{self._owner}: {place}: {what}")
 
     def absent(self, column: str, have: list[str], row: int | None = None) -> TaskError:
-        settings = {self.answer: "answer_column", self.turns: "messages_column", self.question: "question_column"}
         close = difflib.get_close_matches(column, have, n=1, cutoff=0.5)
         found = f"the nearest is {close[0]!r}" if close else f"it has {', '.join(map(repr, have)) or 'none'}"
         return self.fault(
-            f"there is no column {column!r}; {found}. Set {settings[column]} to a column of the file", row
+            f"there is no column {column!r}; {found}. Set {self._settings[column]} to a column of the file", row
         )
 
     def read(self, values: dict[str, Any], row: int) -> Row:
@@ -122,7 +137,13 @@ class _Columns:
         """
         answer = None if self.answer is None else self._answer(values[self.answer], row)
         turns = None if self.turns is None else self._turns(self.turns, values[self.turns], row)
-        return Row(messages=self._question(values[self.question], row), answer=answer, demonstration=turns)
+        return Row(
+            messages=self._question(values[self.question], row),
+            answer=answer,
+            demonstration=turns,
+            files=None if self.files is None else self._files(self.files, values[self.files], row),
+            tests=() if self.tests is None else self._tests(self.tests, values[self.tests], row),
+        )
 
     def _question(self, value: Any, row: int) -> tuple[Message, ...]:
         if isinstance(value, str):
@@ -161,10 +182,10 @@ class _Columns:
                     " followed by another has calls. Correct the row or leave it out",
                     row,
                 )
-        if messages[-1].tool_calls:
+        if messages[-1].tool_calls and not any(self._tools.get(call.name) for call in messages[-1].tool_calls):
             raise self.fault(
                 f"column {column!r}: the last message has tool_calls that nothing answers. Add the results and the"
-                " answer, or leave the row out",
+                " answer, end with a tool that ends a completion, such as submit, or leave the row out",
                 row,
             )
         for call in (call for message in messages for call in message.tool_calls):
@@ -186,6 +207,35 @@ class _Columns:
                 f"column {column!r} is no list of messages: {error}. Each has a role, one of system, user, assistant"
                 " and tool, and a text as content; an assistant's may have reasoning and tool_calls, each call a name"
                 ' and arguments, a text such as {"x": 1}',
+                row,
+            ) from None
+
+    def _files(self, column: str, value: Any, row: int) -> dict[str, str]:
+        try:
+            files = msgspec.convert(_plain(value), dict[str, str])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self.fault(
+                f"column {column!r} is no files: {error}. It is an object of texts by path, or such an object as JSON."
+                " Correct the row or leave it out",
+                row,
+            ) from None
+        for path in files:
+            if not path.strip("/") or "\0" in path or {"..", "."} & {*path.split("/")} or path.endswith("/"):
+                raise self.fault(
+                    f"column {column!r} has a file {path!r}; its name must be a path without `..`, relative to"
+                    " /workspace. Correct the row or leave it out",
+                    row,
+                )
+        return files
+
+    def _tests(self, column: str, value: Any, row: int) -> tuple[UnitTest, ...]:
+        try:
+            return check_tests(_plain(value))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self.fault(
+                f"column {column!r} is no hidden tests: {error}. It is a list of objects with argv, stdin, files,"
+                " stdout, compare, exit_code, timeout_s, or script, or such a list as JSON. Correct the row or leave it"
+                " out",
                 row,
             ) from None
 
@@ -329,6 +379,23 @@ def _check_fields(messages: tuple[Message, ...]) -> None:
         }
         for field in (field for field, value in unused.items() if value):
             raise msgspec.ValidationError(f"Object contains unknown field `{field}`")
+
+
+def _plain(value: Any) -> Any:
+    """A value of a column of files or tests: what it says as JSON, if it is a text."""
+    return _nested(msgspec.json.decode(value) if isinstance(value, str) else value)
+
+
+def _nested(value: Any) -> Any:
+    """Without nulls, which Arrow fills what is absent with; and its maps, which come as lists of pairs, as objects."""
+    if isinstance(value, dict):
+        return {key: _nested(one) for key, one in cast("dict[Any, Any]", value).items() if one is not None}
+    if isinstance(value, list):
+        items = cast("list[Any]", value)
+        if items and all(isinstance(one, tuple) for one in items):
+            return _nested(dict(items))
+        return [_nested(one) for one in items]
+    return value
 
 
 def _without_nulls(message: Any) -> Any:

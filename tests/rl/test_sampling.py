@@ -131,6 +131,8 @@ class _Failing:
 
     name = "echo"
 
+    options = TaskOptions(name="echo")
+
     def __init__(self, *results: Score | Unscored) -> None:
         self._results = iter(results)
 

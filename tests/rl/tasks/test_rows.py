@@ -28,7 +28,7 @@ def opened(path: Path, *, question: str = QUESTION, answer: str | None = ANSWER,
         question_column=question,
         answer_column=answer,
         messages_column=turns,
-        tools=("search", "calculator"),
+        tools={"search": False, "calculator": False, "submit": True},
         owner="task mine",
     )
 
@@ -263,7 +263,7 @@ def test_turns_to_learn_from_come_from_both_formats(tmp_path: Path) -> None:
         ([TURNS[0] | {"tool_calls": [CALL | {"id": "1"}]}, *TURNS[1:]], r"unknown field `id`"),
         (
             [TURNS[0] | {"tool_calls": [CALL | {"name": "calc"}]}, *TURNS[1:]],
-            r"column 'turns' calls 'calc'; the task's tools are search, calculator\. Add it to tools",
+            r"column 'turns' calls 'calc'; the task's tools are search, calculator, submit\. Add it to tools",
         ),
     ],
 )
