@@ -199,7 +199,8 @@ class _IndexedRows:
 
 
 def _question_hash(row: Row, seed: int) -> int:
-    """64 bits of the question's text; runs of white space count as one space, so that copies are found."""
-    text = "\0".join(f"{message.role}\0{' '.join(message.content.split())}" for message in row.messages)
+    """64 bits of the question's text and files; runs of white space count as one space, so that copies are found."""
+    said = [(message.role, message.content) for message in row.messages] + sorted((row.files or {}).items())
+    text = "\0".join(f"{name}\0{' '.join(content.split())}" for name, content in said)
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout", salt=seed.to_bytes(16, "little"))
     return int.from_bytes(digest.digest(), "little")
