@@ -1,0 +1,236 @@
+"""The sandbox of one trajectory: found again or made, filled with its first files, ended; its command log says which.
+
+A sandbox is recorded (OPENED) before anything is asked of it. Until a command was sent, one that is gone is replaced
+under the next attempt, up to `config.attempts`; after that its files are part of the trajectory, and nothing replaces
+it. Not here: commands and their results (`session.py`).
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, TypeVar
+
+from rollforward.sandbox.blobs import Stored
+from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.command_log import CommandLog
+from rollforward.sandbox.command_records import (
+    CommandHistory,
+    CommandRecord,
+    OpenedRecord,
+    PutRecord,
+    files_digest,
+    path_bytes,
+    spec_digest,
+)
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.errors import (
+    CommandDivergenceError,
+    CommandLogDamagedError,
+    GoneCause,
+    SandboxBusyError,
+    SandboxConnectionError,
+    SandboxError,
+    SandboxFileError,
+    SandboxGoneError,
+)
+from rollforward.sandbox.types import SandboxSpec
+
+_PAUSE_S: Final = 1.0
+"""Before something is asked again of whom the client could not reach; twice as long each time."""
+
+_T = TypeVar("_T")
+
+
+class LostError(Exception):
+    """The trajectory cannot go on; the message says why. Never leaves a session."""
+
+
+class Tenancy:
+    """What a session holds of its sandbox. One event loop, one question at a time; the session sees to that."""
+
+    def __init__(
+        self,
+        client: SandboxClient,
+        log: CommandLog,
+        *,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        files: Mapping[str, bytes],
+        config: ContainerConfig,
+    ) -> None:
+        """Keep what a sandbox is made of; nothing is asked yet.
+
+        Raises:
+            ToolError: the file of a tool cannot be read.
+        """
+        self._client = client
+        self._log = log
+        self._sandbox_id = sandbox_id
+        self._spec = spec
+        self._files = dict(files)
+        self._config = config
+        self._spec_digest, self._files_digest = spec_digest(spec), files_digest(files)
+        self._sandbox: Sandbox | None = None
+        self._first_attempt = 0
+        self.num_created = 0
+        """Sandboxes that were made."""
+        self.num_asked_again = 0
+        """Questions that were asked again because nobody had answered."""
+
+    @property
+    def history(self) -> CommandHistory:
+        """What the log says."""
+        return self._log.history
+
+    def check_log(self, known_position: int) -> None:
+        """Compares what the log says with what this life was given.
+
+        Raises:
+            CommandLogDamagedError: it ends before a position that somebody holds.
+            CommandDivergenceError: the trajectory began with something else.
+        """
+        if self.history.position < known_position:
+            raise CommandLogDamagedError(
+                f"command log {self._log.path} ends at record {self.history.position}, and record {known_position} was"
+                " durable once: what came between is lost."
+            )
+        opened = self.history.opened
+        if opened is None:
+            return
+        for what, before, now in (
+            ("the sandbox's image, limits or tools", opened.spec_digest, self._spec_digest),
+            ("the files that it begins with", opened.files_digest, self._files_digest),
+        ):
+            if before != now:
+                raise CommandDivergenceError(
+                    f"command log {self._log.path}: {what} are not those with which the trajectory began"
+                    f" ({before.hex()}, now {now.hex()}). Go on with what it began with."
+                )
+
+    async def ready(self) -> Sandbox:
+        """The sandbox, found or made, with its files in it.
+
+        Raises:
+            SandboxGoneError: it ran out of memory.
+            LostError: there is none, and none may be made.
+            SandboxError: as the client and the log say.
+        """
+        if self._sandbox is None:
+            await self.find()
+        while self._sandbox is None:
+            await self._create()
+        return self._sandbox
+
+    async def find(self) -> None:
+        """Takes over the sandbox of the log. Where it is gone, and no command was sent, `ready` makes another.
+
+        Raises:
+            SandboxGoneError, LostError, SandboxError: as `ready`.
+        """
+        opened = self.history.opened
+        if opened is None or self._sandbox is not None:
+            return
+        try:
+            sandbox = await self.patiently(lambda: self._client.adopt(opened.sandbox_id))
+            if sandbox.instance != opened.instance:
+                raise SandboxGoneError(
+                    f"sandbox {opened.sandbox_id} is instance {sandbox.instance}, and the one that was used was"
+                    f" {opened.instance}: its files are gone",
+                    GoneCause.LOST,
+                )
+            await self._hold(sandbox, opened.attempt)
+        except SandboxGoneError as gone:
+            if self.history.commands:
+                raise lost(gone) from None
+
+    async def end(self) -> None:
+        """Ends the sandbox, also one that a predecessor left. Where nobody can be told its lease ends it."""
+        opened = self.history.opened
+        with contextlib.suppress(SandboxError):
+            if self._sandbox is None and opened is not None:
+                self._sandbox = await self._client.adopt(opened.sandbox_id)
+            if self._sandbox is not None:
+                await self._sandbox.close()
+        self._sandbox = None
+
+    async def check_alive(self, sandbox: Sandbox) -> None:
+        """Asks whether a sandbox is there; nobody's answer counts as yes.
+
+        Raises:
+            SandboxGoneError: it is not.
+        """
+        with contextlib.suppress(SandboxConnectionError):
+            await self._client.adopt(sandbox.id)
+
+    async def append(self, record: CommandRecord) -> int:
+        """Writes a record; see `CommandLog.append`."""
+        return await in_thread(lambda: self._log.append(record))
+
+    async def store(self, files: Mapping[str, bytes]) -> tuple[tuple[bytes, Stored], ...]:
+        """Returns what a record keeps of files; see `BlobStore.put`."""
+        return await in_thread(
+            lambda: tuple((path_bytes(path), self._log.blobs.put(files[path])) for path in sorted(files))
+        )
+
+    async def patiently(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Asks something that is safe to repeat, again where nobody answered or there was no room."""
+        for attempt in range(self._config.attempts - 1):
+            try:
+                return await ask()
+            except (SandboxConnectionError, SandboxBusyError):
+                self.num_asked_again += 1
+                await asyncio.sleep(_PAUSE_S * 2**attempt)
+        return await ask()
+
+    async def _create(self) -> None:
+        """Makes a sandbox under the next attempt; none is held after it where that one is gone already."""
+        opened = self.history.opened
+        attempt = max(self._first_attempt, 0 if opened is None else opened.attempt + 1)
+        if attempt >= self._config.attempts:
+            raise LostError(
+                f"{attempt} sandboxes of this trajectory were lost before a command reached them;"
+                f" sandbox.container.attempts={self._config.attempts} allows no more"
+            )
+        sandbox_id = f"{self._sandbox_id}-a{attempt}"
+        try:
+            sandbox = await self.patiently(lambda: self._client.create(sandbox_id, self._spec))
+        except asyncio.CancelledError:
+            # The client closes what it was about to get.
+            self._first_attempt = attempt + 1
+            raise
+        self.num_created += 1
+        with contextlib.suppress(SandboxGoneError):
+            await self._hold(sandbox, attempt)
+
+    async def _hold(self, sandbox: Sandbox, attempt: int) -> None:
+        """Records that a sandbox is held, and fills it where no command was sent yet: it may be half filled."""
+        epoch = 1 if self.history.opened is None else self.history.opened.epoch + 1
+        digests = self._spec_digest, self._files_digest
+        await self.append(OpenedRecord(epoch, attempt, sandbox.id, sandbox.instance, self._spec, *digests))
+        if self._files and not self.history.commands:
+            if self.history.put is None:
+                await self.append(PutRecord(await self.store(self._files)))
+            try:
+                await self.patiently(lambda: sandbox.upload(self._files))
+            except SandboxFileError as error:
+                raise LostError(f"the files that the sandbox begins with cannot be written: {error}") from None
+        self._sandbox = sandbox
+
+
+def lost(gone: SandboxGoneError) -> Exception:
+    """What a sandbox that is gone means for a trajectory whose commands ran in it."""
+    return gone if gone.cause is GoneCause.OOM else LostError(f"{gone} ({gone.cause.value})")
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Does what waits for a disk without holding up the loop. Who cancels it waits for its end: the next one must find
+    the log as it left it.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+        raise
