@@ -18,6 +18,7 @@ from rollforward.model.train_config import HybridMuon, OptimConfig
 from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.sampling import PromptEncoder
 from rollforward.rl.tasks.config import TaskConfig
+from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tasks.types import Task
 from rollforward.rollout.environment import EnvironmentConfig, TaskTools
@@ -40,6 +41,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked."""
     environment: EnvironmentConfig | None
     """What answers turns in the replicas; None where no task has tools."""
+    grader: Grader
+    """Has the sandboxes of hidden tests, once somebody says where they are (`connect`)."""
 
 
 def load_parts(
@@ -93,9 +96,12 @@ def load_parts(
     for task in task_configs:
         encoding.check_effort(task.effort)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
-    tasks = build_tasks(task_configs)
+    grader = Grader(sandbox.container)
+    tasks = build_tasks(task_configs, grader)
     environment = _environment(model_dir, task_configs, sandbox)
-    return Parts(model_config=config, encoding=encoding, encoder=encoder, tasks=tasks, environment=environment)
+    return Parts(
+        model_config=config, encoding=encoding, encoder=encoder, tasks=tasks, environment=environment, grader=grader
+    )
 
 
 def _encoding_version(model_dir: Path) -> EncodingVersion:
