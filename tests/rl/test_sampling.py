@@ -2,6 +2,7 @@
 trained, over several turns too; failures have no score.
 """
 
+import threading
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import Message
 from rollforward.model.metrics import metric_values
 from rollforward.model.tokenizer import DSML, TokenizerConfig, train_tokenizer
-from rollforward.rl.errors import TaskError
+from rollforward.rl.errors import RewardError, TaskError
 from rollforward.rl.metrics import turn_metrics
 from rollforward.rl.sampling import (
     PromptEncoder,
@@ -138,6 +139,47 @@ class _Failing:
 
     def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
         return next(self._results)
+
+
+class _Waiting:
+    """A verifier that waits until as many others wait as may be judged at one time."""
+
+    name = "echo"
+
+    def __init__(self, at_once: int, *, fails_at: tuple[str, ...] = ()) -> None:
+        self._barrier = threading.Barrier(at_once)
+        self._fails_at = fails_at
+        self.options = _AtOnce(name="echo", at_once=at_once)
+
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
+        self._barrier.wait(timeout=30)
+        if text in self._fails_at:
+            raise RewardError(text)
+        return Score(value=int(text) / 8, reason=ScoreReason.PARTIAL)
+
+
+class _AtOnce(TaskOptions, frozen=True, kw_only=True):
+    at_once: int
+
+    @property
+    def scored_at_once(self) -> int:
+        return self.at_once
+
+
+def test_several_are_judged_at_one_time_and_stay_in_order(encoder: PromptEncoder) -> None:
+    requests = [request for request in _requests(encoder) for _ in range(2)]
+    completions = [
+        _completion(request, [*encoder._encoding.tokenizer.encode(str(number)), encoder._encoding.tokenizer.eos_id])
+        for number, request in enumerate(requests)
+    ]
+    lost = msgspec.structs.replace(completions[2], failure=FailureType.INFRA, stop_reason=StopReason.ABORTED)
+    for given, at_once in ((completions, 4), (completions, 8), ([*completions, lost], 2)):
+        scores = score_completions(EXAMPLES, given, encoder, {"echo": _Waiting(at_once)})  # type: ignore[dict-item]
+        assert [getattr(score, "value", None) for score in scores][:8] == [number / 8 for number in range(8)]
+        assert [isinstance(score, Unscored) for score in scores] == [False] * 8 + [True] * (len(given) - 8)
+    tasks = {"echo": _Waiting(2, fails_at=("5", "6"))}
+    with pytest.raises(RewardError, match=r"^5$"):
+        score_completions(EXAMPLES, completions, encoder, tasks)  # type: ignore[arg-type]
 
 
 def test_a_failed_verifier_leaves_no_score_and_a_deadline_is_a_counted_0(encoder: PromptEncoder) -> None:
