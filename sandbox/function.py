@@ -1,7 +1,7 @@
 """The function substrate: each call is a process forked from a warm one inside bubblewrap.
 
-What it isolates is said by `bubblewrap.py` (files, users, environment, network) and `zygote.py` (one call from the next
-and from everything that outlives it). What it does not:
+What it isolates is said by `bubblewrap.py` (files, users, environment, network) and `inside/zygote.py` (one call from
+the next and from everything that outlives it). What it does not:
 
 - The kernel is the host's. A flaw in a system call that an unprivileged process may make is a way out; micro-VMs are
   for code that looks for one. A call sees the kernel's version and the clock, and can measure the load.
@@ -16,7 +16,6 @@ A text of the model is a value here and never code, whatever it looks like: only
 
 import asyncio
 import contextlib
-import json
 import queue
 import socket
 import subprocess
@@ -25,16 +24,17 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import msgspec
 
-from rollforward.sandbox import zygote
 from rollforward.sandbox.bubblewrap import spawn, unavailable
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.errors import SandboxClosedError, SandboxUnavailableError, ToolError
+from rollforward.sandbox.inside import zygote
+from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES
+from rollforward.sandbox.results import encode_call, failed, read_answer
 from rollforward.sandbox.toolset import load_tool, tool_path, tool_source
 from rollforward.sandbox.types import Call, CallResult, CallStatus
 
@@ -48,15 +48,6 @@ class _LostError(Exception):
     """The warm process, or the call's in it, failed or was killed. Make the call again of a new one."""
 
 
-class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a call's process says. Code of the tool may have written it."""
-
-    status: CallStatus
-    text: str
-    truncated: bool
-    total_bytes: int
-
-
 class _Warm:
     """One warm process. Belongs to the thread that made it and dies with it; any thread may kill it."""
 
@@ -66,7 +57,7 @@ class _Warm:
             self._channel, inside = socket.socketpair()
             stack.enter_context(self._channel)
             with inside:
-                self._process = spawn(Path(zygote.__file__), inside, errors)
+                self._process = spawn(zygote.__name__, inside, errors)
             stack.callback(_end, self._process, self._channel)
             try:
                 self._check_start(*self._exchange(setup, start_timeout_s), tools)
@@ -109,7 +100,7 @@ class _Warm:
             self._channel.settimeout(timeout_s)
             self._channel.sendall(zygote.LENGTH.pack(len(message)) + message)
             size = zygote.LENGTH.unpack(self._receive(zygote.LENGTH.size, end))[0]
-            if not 0 < size <= zygote.MAX_ANSWER_BYTES + (1 << 17):
+            if not 0 < size <= MAX_ANSWER_BYTES + (1 << 17):
                 raise _LostError(f"a message of {size} bytes")
             said = self._receive(size, end)
         except TimeoutError:
@@ -187,12 +178,12 @@ class FunctionSandbox:
             SandboxClosedError: the sandbox is closed.
         """
         future: Future[CallResult] = Future()
-        refused, payload = self._encode(call)
+        refused, payload = encode_call(call, self._tools, self._config.max_argument_bytes)
         with self._lock:
             if self._is_closed:
                 raise SandboxClosedError("the sandbox is closed; make a new one")
             if refused:
-                future.set_result(_failed(CallStatus.ERROR, refused))
+                future.set_result(failed(CallStatus.ERROR, refused))
             else:
                 self._waiting.put((call, payload, future))
         return future
@@ -227,19 +218,6 @@ class FunctionSandbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def _encode(self, call: Call) -> tuple[str, bytes]:
-        """Why the call is refused, or its bytes."""
-        if call.tool not in self._tools:
-            return f"there is no tool {call.tool!r}; there are {', '.join(sorted(self._tools)) or 'none'}", b""
-        try:
-            # Not msgspec, which refuses integers beyond 64 bits and half characters.
-            text = json.dumps({"tool": call.tool, "arguments": call.arguments}, ensure_ascii=False)
-            payload = text.encode("utf-8", "surrogatepass")
-        except (TypeError, ValueError, RecursionError):
-            return "the arguments are no JSON", b""
-        most = self._config.max_argument_bytes
-        return (f"the arguments have more than {most} bytes", b"") if len(payload) > most else ("", payload)
 
     def _work(self, index: int, ready: Future[None]) -> None:
         """Serve calls with one warm process at a time until the sandbox is closed."""
@@ -280,7 +258,7 @@ class FunctionSandbox:
             return msgspec.structs.replace(result, seconds=time.monotonic() - start)
         if self._is_closed:
             raise _closed()
-        return _failed(CallStatus.INFRA, "", lost)
+        return failed(CallStatus.INFRA, "", lost)
 
     def _result(self, tool: ToolConfig, outcome: bytes, said: bytes) -> CallResult:
         """What an outcome means for the caller.
@@ -291,11 +269,11 @@ class FunctionSandbox:
         detail = said.decode("utf-8", "replace")
         match outcome:
             case zygote.Outcome.ANSWER:
-                return _read_answer(said, tool.max_output_chars, self._config.memory_bytes)
+                return read_answer(said, tool.max_output_chars, self._config.memory_bytes)
             case zygote.Outcome.TIMEOUT:
-                return _failed(CallStatus.TIMEOUT, f"no answer within {tool.timeout_s:g} s")
+                return failed(CallStatus.TIMEOUT, f"no answer within {tool.timeout_s:g} s")
             case zygote.Outcome.KILLED:
-                return _failed(CallStatus.KILLED, "the call ended without an answer", detail)
+                return failed(CallStatus.KILLED, "the call ended without an answer", detail)
             case _:
                 raise _LostError(detail)
 
@@ -311,24 +289,6 @@ class FunctionSandbox:
             warm = self._warm.pop(index, None)
         if warm is not None:
             warm.end()
-
-
-def _read_answer(said: bytes, max_chars: int, memory_bytes: int) -> CallResult:
-    try:
-        answer = msgspec.json.decode(said, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _failed(CallStatus.KILLED, "the call ended without an answer", "its answer is broken")
-    if answer.status == CallStatus.OOM:
-        return _failed(CallStatus.OOM, f"a call has at most {memory_bytes >> 20} MiB of memory")
-    if answer.status not in (CallStatus.OK, CallStatus.ERROR) or len(answer.text) > max_chars:
-        return _failed(CallStatus.KILLED, "the call ended without an answer", "its answer is forged")
-    return CallResult(
-        status=answer.status, text=answer.text, truncated=answer.truncated, total_bytes=answer.total_bytes
-    )
-
-
-def _failed(status: CallStatus, text: str, detail: str = "") -> CallResult:
-    return CallResult(status=status, text=text, total_bytes=len(text.encode("utf-8", "replace")), detail=detail)
 
 
 def _closed() -> SandboxClosedError:

@@ -21,8 +21,8 @@ import pytest
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.errors import SandboxClosedError, SandboxUnavailableError, ToolError
 from rollforward.sandbox.function import FunctionSandbox
+from rollforward.sandbox.inside.zygote import Outcome, outcome
 from rollforward.sandbox.types import Call, CallResult, CallStatus
-from rollforward.sandbox.zygote import Outcome, outcome
 from tests.helpers.sandboxes import LIMITS, answer, ask, descendants, is_gone, run, tools_in, wait_for, zygotes
 
 

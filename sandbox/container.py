@@ -1,0 +1,369 @@
+"""The container substrate: a sandbox with files of its own that lasts from one command to the next.
+
+Each is forked from one warm process inside bubblewrap (`inside/template.py`) into its own user, PID, mount, network,
+IPC and UTS namespaces; its first process is an agent (`inside/agent.py`) that runs commands for this one. What
+of the host can be seen at all is said by `bubblewrap.py`.
+"""
+
+import asyncio
+import contextlib
+import functools
+import marshal
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from types import CodeType
+from typing import Any, Final
+
+import msgspec
+
+from rollforward.sandbox import cgroups, host
+from rollforward.sandbox.config import ToolConfig
+from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError, ToolError
+from rollforward.sandbox.images import Images
+from rollforward.sandbox.inside import frames
+from rollforward.sandbox.outcomes import Table, call_result, exec_result, gone_call, gone_exec
+from rollforward.sandbox.results import encode_call, failed
+from rollforward.sandbox.toolset import tool_path, tool_source
+from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest, ExecResult, SandboxSpec
+from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate, host_pid
+
+_KILL_TIMEOUT_S: Final = 10.0
+_SETUP_TIMEOUT_S: Final = 60.0
+_SPARE_PROCESSES: Final = 80
+"""Beyond the limit: the agent and the processes around commands, so that no command can keep the agent from forking."""
+_MAX_ARGUMENT_BYTES: Final = 1 << 20
+
+
+class ContainerSubstrate:
+    """Makes containers. Belongs to one event loop, whose thread must live as long as they shall.
+
+    Args:
+        images: directories by image, the lowest first.
+        label: part of the names of control groups; letters, digits, '-' and '_'.
+        max_sandboxes: at one time.
+    """
+
+    def __init__(self, images: Mapping[str, tuple[str, ...]], *, label: str, max_sandboxes: int) -> None:
+        self._images = Images(images)
+        self._label = cgroups.check_label(label)
+        if not 0 < max_sandboxes < USERS:
+            raise ValueError(f"max_sandboxes is {max_sandboxes}; it must be 1 to {USERS - 1}")
+        self._hierarchies = cgroups.find()
+        self._users = list(range(FIRST_USER + max_sandboxes, FIRST_USER, -1))
+        self._template: WarmTemplate | None = None
+        self._starting = asyncio.Lock()
+        self._containers: dict[str, Container] = {}
+        self._is_closed = False
+
+    async def start(self) -> host.HostReport:
+        """Start the template; what this machine cannot enforce is in the report.
+
+        Raises:
+            SandboxUnavailableError: this machine cannot make containers.
+        """
+        await self._warm()
+        return host.probe(self._hierarchies)
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None) -> "Container":
+        """Make a container.
+
+        Raises:
+            SandboxUnavailableError: it cannot be made; nothing is left of it.
+            ToolError: a tool of the spec cannot be imported.
+            SandboxFileError: the snapshot is none, or does not fit.
+        """
+        image = self._images.request(spec.image)
+        codes = [_code(tool, tool_source(tool)) for tool in spec.tools]
+        if sandbox_id in self._containers:
+            raise ValueError(f"there is a container {sandbox_id!r}; kill it first")
+        if not self._users:
+            raise SandboxUnavailableError("sandbox: there is no room for another container; kill one first")
+        template = await self._warm()
+        uid = self._users.pop()
+        container = Container(sandbox_id, spec, self._hierarchies, self._label, functools.partial(self._forget, uid))
+        self._containers[sandbox_id] = container
+        try:
+            await container.start(template, {**image, "uid": uid}, codes, snapshot or b"")
+        except BaseException:
+            await container.kill()
+            raise
+        return container
+
+    async def close(self) -> None:
+        """End all containers, and the template."""
+        self._is_closed = True
+        await asyncio.gather(*(container.kill() for container in list(self._containers.values())))
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    async def _warm(self) -> WarmTemplate:
+        async with self._starting:
+            if self._is_closed:
+                raise SandboxUnavailableError("sandbox: the substrate is closed; make a new one")
+            if self._template is not None and self._template.died.done():
+                self._template.close()
+                self._template = None
+            if self._template is None:
+                template = WarmTemplate(self._images)
+                try:
+                    await template.wait()
+                except BaseException:
+                    template.close()
+                    raise
+                self._template = template
+            return self._template
+
+    def _forget(self, uid: int, container: "Container") -> None:
+        if self._containers.pop(container.id, None) is not None:
+            self._users.append(uid)
+
+
+class Container:
+    """One container: it comes up, is asked, and is gone when `died` has a cause. Made by `ContainerSubstrate.create`.
+
+    Attributes:
+        pid: of its first process, on this host.
+        died: why it is gone, once it is.
+    """
+
+    def __init__(
+        self, sandbox_id: str, spec: SandboxSpec, hierarchies: cgroups.Hierarchies, label: str, forget: Any
+    ) -> None:
+        self.id = sandbox_id
+        self.spec = spec
+        self.pid = -1
+        self.died: asyncio.Future[GoneCause] = asyncio.get_running_loop().create_future()
+        limits = spec.limits
+        self._forget = forget
+        self._tools = {tool.name: tool for tool in spec.tools}
+        self._is_memory_limited = hierarchies.memory is not None
+        try:
+            self._group = cgroups.Group(
+                hierarchies,
+                label,
+                sandbox_id,
+                limits.memory_bytes + limits.disk_bytes,
+                limits.processes + _SPARE_PROCESSES,
+            )
+        except OSError as error:
+            raise SandboxUnavailableError(f"sandbox: making its control group failed: {error}") from None
+        self._pidfd = -1
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[tuple[frames.Head, list[bytes]]]] = {}
+        self._next = 0
+        self._is_closing = False
+        self._ooms = 0
+        self._killing: asyncio.Task[None] | None = None
+        self._table = Table()
+
+    @property
+    def cgroup(self) -> tuple[Any, ...]:
+        """Directories of its control groups."""
+        return self._group.paths
+
+    async def start(
+        self, template: WarmTemplate, request: Mapping[str, Any], codes: Sequence[bytes], snapshot: bytes
+    ) -> None:
+        """Fork it and wait until it is up. Called once, by the substrate."""
+        limits = self.spec.limits
+        ours, inside = socket.socketpair()
+        procs: list[int] = []
+        try:
+            with inside:
+                procs = self._group.open_procs()
+                asked = {**request, "disk_bytes": limits.disk_bytes, "files": limits.files}
+                self._pidfd = await template.make(asked, [inside.fileno(), *procs])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            for descriptor in procs:
+                os.close(descriptor)
+        self.pid = host_pid(self._pidfd)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        hello = self._expect()
+        self._listening = asyncio.create_task(self._listen(reader))
+        given = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited}
+        self._writer.write(frames.pack({"limits": given, "tools": list(self._tools)}, *codes, snapshot))
+        try:
+            head, _ = await asyncio.wait_for(hello, _SETUP_TIMEOUT_S)
+        except (SandboxGoneError, TimeoutError):
+            raise SandboxUnavailableError(f"sandbox: a container did not come up: {template.said()}") from None
+        _check_hello(head, self._tools)
+
+    async def exec(self, request: ExecRequest, key: str | None = None) -> ExecResult:
+        """Run a command. With a key it runs once, however often it is asked for.
+
+        Raises:
+            SandboxKeyError: the key is another command's.
+        """
+        return await self._table.get(key, request, lambda: self._exec(request))
+
+    async def call(self, call: Call, key: str | None = None) -> CallResult:
+        """Call a tool. With a key it runs once, however often it is asked for.
+
+        Raises:
+            SandboxKeyError: the key is another command's.
+        """
+        return await self._table.get(key, call, lambda: self._call(call))
+
+    async def kill(self) -> None:
+        """End it and all that belongs to it. May be called again, and by several."""
+        if self._killing is None:
+            self._is_closing = True
+            self._killing = asyncio.create_task(self._end())
+        await asyncio.shield(self._killing)
+
+    async def _exec(self, request: ExecRequest) -> ExecResult:
+        limits = self.spec.limits
+        before = self._group.oom_kills()
+        asked = {
+            "op": "exec",
+            "argv": request.argv,
+            "env": request.env,
+            "cwd": request.cwd,
+            "wall_s": limits.wall_s if request.wall_s is None else request.wall_s,
+        }
+        if self.died.done():
+            return gone_exec(self.died.result(), has_run=False)
+        try:
+            head, blobs = await self._ask(asked, request.stdin)
+        except SandboxGoneError as error:
+            return gone_exec(error.cause, has_run=True)
+        return exec_result(head, blobs, limits, self._has_oom_since(before))
+
+    async def _call(self, call: Call) -> CallResult:
+        refused, payload = encode_call(call, self._tools, _MAX_ARGUMENT_BYTES)
+        if refused:
+            return failed(CallStatus.ERROR, refused)
+        tool = self._tools[call.tool]
+        before = self._group.oom_kills()
+        asked = {"op": "call", "wall_s": tool.timeout_s, "max_chars": tool.max_output_chars}
+        if self.died.done():
+            return gone_call(self.died.result(), has_run=False)
+        try:
+            head, blobs = await self._ask(asked, payload)
+        except SandboxGoneError as error:
+            return gone_call(error.cause, has_run=True)
+        return call_result(head, blobs, tool, self.spec.limits, self._has_oom_since(before))
+
+    def _has_oom_since(self, before: int) -> bool:
+        self._ooms = max(self._ooms, self._group.oom_kills())
+        return self._ooms > before
+
+    async def _files(self, head: frames.Head, *blobs: bytes) -> tuple[frames.Head, list[bytes]]:
+        if self.died.done():
+            raise _gone(self.id, self.died.result())
+        answer, out = await self._ask(head, *blobs)
+        for name in ("file_error", "error"):
+            if said := answer.get(name):
+                raise SandboxFileError(f"sandbox {self.id}: {said}")
+        return answer, out
+
+    def _expect(self) -> "asyncio.Future[tuple[frames.Head, list[bytes]]]":
+        future: asyncio.Future[tuple[frames.Head, list[bytes]]] = asyncio.get_running_loop().create_future()
+        self._waiting[self._next] = future
+        self._next += 1
+        return future
+
+    async def _ask(self, head: frames.Head, *blobs: bytes) -> tuple[frames.Head, list[bytes]]:
+        """Ask the agent, and wait for its answer.
+
+        Raises:
+            SandboxGoneError: the container is gone before the answer came.
+        """
+        assert self._writer is not None
+        number = self._next
+        future = self._expect()
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(frames.pack({**head, "id": number}, *blobs))
+            await self._writer.drain()
+        return await future
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
+                if size > frames.MAX_BYTES:
+                    raise ValueError(f"a message of {size} bytes")
+                head, blobs = frames.unpack(await reader.readexactly(size))
+                future = self._waiting.pop(head["id"], None)
+                if future is not None and not future.done():
+                    future.set_result((head, blobs))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError):
+            self._signal()  # an agent that is not understood is of no use
+
+    def _signal(self) -> None:
+        if self._pidfd >= 0 and not self.died.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _on_death(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if self._is_closing:
+            cause = GoneCause.CLOSED
+        else:
+            cause = GoneCause.OOM if self._group.oom_kills() > self._ooms else GoneCause.LOST
+        self.died.set_result(cause)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_gone(self.id, cause))
+        self._waiting.clear()
+
+    async def _end(self) -> None:
+        if self._pidfd < 0:
+            if not self.died.done():
+                self.died.set_result(GoneCause.CLOSED)
+        else:
+            self._group.kill()
+            self._signal()
+            await asyncio.wait([self.died], timeout=_KILL_TIMEOUT_S)
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        for attempt in range(100):
+            if self._group.remove():
+                break
+            self._group.kill()
+            await asyncio.sleep(0.001 * (attempt + 1))
+        self._forget(self)
+
+
+def _gone(sandbox_id: str, cause: GoneCause) -> SandboxGoneError:
+    return SandboxGoneError(f"sandbox {sandbox_id} is gone: {cause.value}; make a new one", cause)
+
+
+def _check_hello(head: frames.Head, tools: Mapping[str, ToolConfig]) -> None:
+    match head["kind"]:
+        case "":
+            return
+        case "tool":
+            name, _, exception = head["error"].partition("\n")
+            raise ToolError(
+                f"tool {name}: importing {tool_path(tools[name])} in the sandbox raised {exception}. Correct the file;"
+                " it sees the standard library and no other module or file"
+            )
+        case "snapshot":
+            raise SandboxFileError(f"sandbox: the snapshot cannot be restored: {head['error']}")
+        case _:
+            raise SandboxUnavailableError(f"sandbox: a container did not come up: {head['error']}")
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(name: str, source: str) -> bytes:
+    code: CodeType = compile(source, f"{name}.py", "exec", dont_inherit=True)
+    return marshal.dumps(code)
+
+
+def _code(tool: ToolConfig, source: str) -> bytes:
+    try:
+        return _compiled(tool.name, source)
+    except (SyntaxError, ValueError) as error:
+        raise ToolError(f"tool {tool.name}: {tool_path(tool)} is no Python: {error}. Correct it") from None

@@ -1,0 +1,286 @@
+"""The first process of a container: runs commands and calls for the host, each in a process that is shut in.
+
+Its control socket speaks `frames.py`:
+
+    host -> here    first the set-up: {"limits", "tools": [names]}, their code, and the snapshot or nothing;
+                    then requests: {"id", "op", ...}
+    here -> host    {"id": 0, "error", "kind"}: the container is up, or why not; then an answer for each request
+
+It is forked from the template and never executes anything: it has this machine's Python in memory and needs none in the
+image. No command can reach it: commands live in PID namespaces below its own, hold none of its descriptors, and where
+the host's user is root are of another user. It never looks at what a command makes but as bytes.
+"""
+
+import fcntl
+import gc
+import json
+import marshal
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import time
+from typing import Any, Final
+
+from rollforward.sandbox.inside import command, files, frames, root, system
+from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES, Tools, describe, import_tool
+
+_RIGHTS: Final = (
+    system.CAP_SYS_ADMIN
+    | system.CAP_SETUID
+    | system.CAP_SETGID
+    | system.CAP_KILL
+    | system.CAP_DAC_OVERRIDE
+    | system.CAP_CHOWN
+    | system.CAP_FOWNER
+)
+_CONTROL: Final = 3
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+
+
+class _SetupError(Exception):
+    """The container cannot be; `args` are the kind and the reason."""
+
+
+def main(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Come up and serve until the host closes the socket."""
+    control, *cgroups = descriptors
+    for descriptor in cgroups:
+        os.write(descriptor, b"0")
+    keep = control if control == _CONTROL else os.dup2(control, _CONTROL, inheritable=False)
+    os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    null = os.open("/dev/null", os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    os.close(null)
+    try:
+        agent = _come_up(request, keep)
+    except _SetupError as error:
+        system.write_all(keep, frames.pack({"id": 0, "kind": error.args[0], "error": error.args[1]}))
+        return
+    except Exception as error:  # noqa: BLE001, the host must hear of it, and there is nobody else who could tell
+        system.write_all(keep, frames.pack({"id": 0, "kind": "infra", "error": describe(error)}))
+        return
+    system.write_all(keep, frames.pack({"id": 0, "kind": "", "error": ""}))
+    agent.serve()
+
+
+def _come_up(request: dict[str, Any], control: int) -> "Agent":
+    setup, blobs = receive(control)
+    *codes, snapshot = blobs
+    os.umask(0o022)
+    socket.sethostname("sandbox")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as lo:
+        fcntl.ioctl(lo, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    masked = root.masked()
+    tools: Tools = {}
+    for name, code in zip(setup["tools"], codes, strict=True):
+        try:
+            tools[name] = import_tool(name, marshal.loads(code))
+        except BaseException as error:  # noqa: BLE001, the code is the operator's
+            raise _SetupError("tool", f"{name}\n{describe(error)}") from None
+    try:
+        upper = root.build(request, lambda directory: files.restore(directory, snapshot))
+    except files.FileError as error:
+        raise _SetupError("snapshot", str(error)) from None
+    system.keep_capabilities(_RIGHTS if os.getuid() == 0 else _RIGHTS & ~(system.CAP_SETUID | system.CAP_SETGID))
+    system.set_dumpable(False)
+    gc.freeze()
+    return Agent(control, upper, tools, command.Room(setup["limits"], masked))
+
+
+def receive(control: int) -> tuple[frames.Head, list[bytes]]:
+    """The next message. Ends the process where there is none."""
+    try:
+        (size,) = frames.LENGTH.unpack(system.read_exactly(control, frames.LENGTH.size))
+        return frames.unpack(system.read_exactly(control, size))
+    except (EOFError, OSError):
+        os._exit(0)  # the host has closed, or is gone
+
+
+class _Kept:
+    """The first and last bytes of a stream, and how many there were."""
+
+    def __init__(self, most: int) -> None:
+        self._first, self._last = most - most // 2, most // 2
+        self._head, self._tail = bytearray(), bytearray()
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self._first - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        self._tail += data
+        if len(self._tail) > 2 * self._last + (1 << 16):
+            del self._tail[: len(self._tail) - self._last]
+
+    def value(self) -> bytes:
+        return bytes(self._head + self._tail[max(len(self._tail) - self._last, 0) :])
+
+
+class _Running:
+    """A command or call that runs: its first process and what is read from it."""
+
+    def __init__(self, request: frames.Head, process: command.Process, output_bytes: int) -> None:
+        self.request = request
+        self.process = process
+        self.start = time.monotonic()
+        self.end = self.start + request["wall_s"]
+        self.is_over = False
+        self.stdin = memoryview(process.stdin_bytes)
+        report_bytes = MAX_ANSWER_BYTES + 1 if request["op"] == "call" else 1 << 16
+        self.kept = {
+            process.stdout: _Kept(output_bytes),
+            process.stderr: _Kept(output_bytes),
+            process.report: _Kept(2 * report_bytes),
+        }
+        self.report_bytes = report_bytes
+
+    def has_said_too_much(self) -> bool:
+        return self.kept[self.process.report].total > self.report_bytes
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self.process.pidfd, signal.SIGKILL)
+
+
+class Agent:
+    """Serves the host; see the module."""
+
+    def __init__(self, control: int, upper: int, tools: Tools, room: command.Room) -> None:
+        self._control = control
+        self._upper = upper
+        self._room = room
+        self._tools = tools
+        self._running: dict[int, _Running] = {}
+        self._owners: dict[int, _Running] = {}
+        self._poller = select.poll()
+        self._poller.register(control, select.POLLIN)
+
+    def serve(self) -> None:
+        """Answer requests and look after what runs, for ever."""
+        while True:
+            now = time.monotonic()
+            ends = [running.end for running in self._running.values() if not running.is_over]
+            wait = max(min(ends) - now, 0.0) if ends else None
+            ready = self._poller.poll(None if wait is None else 1000 * wait + 1)
+            for descriptor, event in ready:
+                if descriptor == self._control:
+                    self._take(*receive(self._control))
+                elif (running := self._owners.get(descriptor)) is not None:
+                    self._look(running, descriptor, event)
+            now = time.monotonic()
+            for running in list(self._running.values()):
+                if not running.is_over and now >= running.end:
+                    running.is_over = True
+                    running.kill()
+
+    def _answer(self, request: frames.Head, head: frames.Head, *blobs: bytes) -> None:
+        system.write_all(self._control, frames.pack({"id": request["id"], **head}, *blobs))
+
+    def _take(self, request: frames.Head, blobs: list[bytes]) -> None:
+        try:
+            match request["op"]:
+                case "exec" | "call":
+                    self._start(request, blobs[0])
+                case "verify":
+                    self._answer(request, {"fault": self._fault()})
+                case operation:
+                    head, out = files.OPERATIONS[operation](self._upper, request, blobs)
+                    self._answer(request, head, *out)
+        except files.FileError as error:
+            self._answer(request, {"file_error": str(error)})
+        except (OSError, MemoryError) as error:
+            self._answer(request, {"error": f"{type(error).__name__}: {error}"})
+
+    def _fault(self) -> str:
+        """Why this container is not as good as new, or nothing."""
+        if self._running:
+            return f"{len(self._running)} commands run"
+        return files.first_change(self._upper)
+
+    def _start(self, request: frames.Head, blob: bytes) -> None:
+        """Fork a process for a command (the blob is its standard input) or a call (it is the call)."""
+        process = self._room.start(request, blob, self._tools)
+        running = _Running(request, process, self._room.limits["output_bytes"])
+        self._running[process.pid] = running
+        for descriptor in (process.stdout, process.stderr, process.report, process.pidfd):
+            if descriptor >= 0:
+                self._owners[descriptor] = running
+                self._poller.register(descriptor, select.POLLIN)
+        if process.stdin >= 0:
+            self._owners[process.stdin] = running
+            self._poller.register(process.stdin, select.POLLOUT)
+
+    def _look(self, running: _Running, descriptor: int, event: int) -> None:
+        process = running.process
+        if descriptor == process.pidfd:
+            self._finish(running)
+        elif descriptor == process.stdin:
+            self._feed(running, event)
+        elif self._read(running, descriptor) and running.has_said_too_much():
+            running.kill()
+
+    def _read(self, running: _Running, descriptor: int) -> bool:
+        """Read what there is; False where there is nothing more."""
+        try:
+            chunk = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        if chunk:
+            running.kept[descriptor].add(chunk)
+        else:
+            self._close(descriptor)
+        return bool(chunk)
+
+    def _feed(self, running: _Running, event: int) -> None:
+        try:
+            done = 0 if event & select.POLLERR else os.write(running.process.stdin, running.stdin[: 1 << 16])
+        except BlockingIOError:
+            return
+        except OSError:
+            done = 0
+        running.stdin = running.stdin[done:]
+        if done == 0 or not running.stdin:
+            self._close(running.process.stdin)
+
+    def _close(self, descriptor: int) -> None:
+        if self._owners.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+
+    def _finish(self, running: _Running) -> None:
+        """Its first process has ended, and with it all that it had started: read what is left, and answer."""
+        process, request = running.process, running.request
+        for descriptor in (process.report, process.stdout, process.stderr):
+            while descriptor in self._owners and self._read(running, descriptor):
+                pass
+        for descriptor in (process.report, process.stdout, process.stderr, process.stdin, process.pidfd):
+            self._close(descriptor)
+        _, status, usage = os.wait4(process.pid, 0)
+        del self._running[process.pid]
+        head = {
+            "code": os.waitstatus_to_exitcode(status),
+            "is_over": running.is_over,
+            "seconds": time.monotonic() - running.start,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "is_full": files.is_full(self._upper),
+        }
+        report = running.kept[process.report]
+        if request["op"] == "call":
+            head["is_too_long"] = report.total > running.report_bytes
+            self._answer(request, head, report.value()[: running.report_bytes])
+            return
+        out, err = running.kept[process.stdout], running.kept[process.stderr]
+        totals = {"stdout_bytes": out.total, "stderr_bytes": err.total}
+        self._answer(request, {**head, **totals, **_of_leader(report.value())}, out.value(), err.value())
+
+
+def _of_leader(report: bytes) -> frames.Head:
+    """What the process around a command said of it."""
+    if not report.startswith(command.ENTERED):
+        return {"not_run": report.decode("utf-8", "replace")}
+    return json.loads(report[1:]) if len(report) > 1 else {}

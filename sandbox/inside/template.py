@@ -1,0 +1,130 @@
+"""The program that containers are forked from: one warm Python inside bubblewrap, for `container.py`.
+
+Standard input is a SOCK_SEQPACKET socket to the host; a message is JSON with descriptors beside it:
+
+    host -> here    {"image": [directories, the highest first], "binds", "uid", "disk_bytes", "files"};
+                    the container's end of its control socket, then files to write "0" into, which put the writer into
+                    its cgroups
+    here -> host    {"error": text or ""}, and where there is none a pidfd of the container's first process
+
+Answers come in the order of the questions. This process holds CAP_SYS_ADMIN in its user namespace (as the host's root
+also CAP_SETUID and CAP_SETGID, to give a container its users). It looks at nothing that a container says: a container
+is forked, told its users, and left alone (`agent.py`).
+"""
+
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+from rollforward.sandbox.inside import agent, root, system
+
+_HOST: Final = 0
+_NAMESPACES: Final = system.NEWUSER | system.NEWPID | system.NEWNS | system.NEWNET | system.NEWIPC | system.NEWUTS
+_MAX_MESSAGE: Final = 1 << 16
+_MAX_DESCRIPTORS: Final = 16
+_PRELOADED: Final = (
+    *("argparse", "ast", "base64", "bisect", "codecs", "collections", "contextlib", "copy", "csv", "ctypes"),
+    *("dataclasses", "datetime", "decimal", "difflib", "enum", "errno", "fcntl", "fnmatch", "fractions", "functools"),
+    *("glob", "hashlib", "heapq", "html", "io", "itertools", "json", "locale", "math", "operator", "pathlib", "pickle"),
+    *("queue", "random", "re", "resource", "select", "selectors", "shlex", "shutil", "signal", "socket", "stat"),
+    *("statistics", "string", "struct", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "time"),
+    *("traceback", "typing", "unicodedata", "urllib.parse", "uuid", "warnings", "zipfile", "zlib"),
+    *("encodings.idna", "encodings.latin_1", "encodings.ascii", "encodings.utf_16"),
+)
+"""What tools may import while they run, when this machine's Python may be out of their sight."""
+
+
+def main() -> None:
+    """Make containers until the host closes the socket."""
+    setup = json.loads(sys.argv[1])
+    _drop(setup["uid"])
+    root.prepare(setup["binds"])
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    host = socket.socket(fileno=_HOST)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
+    gc.collect()
+    gc.freeze()  # a collection in a container would touch, and so copy, every page
+    gc.disable()
+    host.sendall(b'{"error": ""}')
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(host, _MAX_MESSAGE, _MAX_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        try:
+            pidfd = _make(request, descriptors, setup["is_many"])
+        except OSError as error:
+            host.sendall(json.dumps({"error": str(error)}).encode())
+        else:
+            socket.send_fds(host, [b'{"error": ""}'], [pidfd])
+            os.close(pidfd)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _drop(uid: int) -> None:
+    """Become nobody, with what it takes to make containers."""
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    rights = system.CAP_SYS_ADMIN
+    if os.getuid() == 0:
+        rights |= system.CAP_SETUID | system.CAP_SETGID
+    system.become(uid, rights)
+    system.die_with_parent()
+    system.set_dumpable(True)  # its children's users are written by way of /proc, which is then its own
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 1)
+    if null > 2:
+        os.close(null)
+
+
+def _make(request: dict[str, Any], descriptors: list[int], is_many: bool) -> int:
+    """Fork a container; a pidfd of it."""
+    ready, go = os.pipe()
+    pid, pidfd = system.fork(_NAMESPACES)
+    if pid == 0:
+        status = 1
+        try:
+            os.close(go)
+            if os.read(ready, 1):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                agent.main(request, descriptors)
+                status = 0
+        except Exception:  # noqa: BLE001, for whoever reads what the template has said
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    try:
+        os.close(ready)
+        _map_users(pid, request["uid"], is_many)
+        os.write(go, b"+")
+    except OSError:
+        os.close(pidfd)
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        os.close(go)
+    return pidfd
+
+
+def _map_users(pid: int, uid: int, is_many: bool) -> None:
+    """Give the container its users: root, who is this process's, and the one whose commands it runs, or him alone."""
+    own = os.getuid()
+    proc = Path(root.PROC) / str(pid)
+    if is_many:
+        text = f"0 {own} 1\n{root.USER} {uid} 1\n"
+    else:
+        text = f"{root.USER} {own} 1\n"
+        (proc / "setgroups").write_text("deny")
+    (proc / "uid_map").write_text(text)
+    (proc / "gid_map").write_text(text)
