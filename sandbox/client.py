@@ -99,12 +99,11 @@ class _Route:
         self, operation: Operation, question: object, kind: type[_T], *, within_s: float = _GRACE_S, repeat: bool = True
     ) -> _T:
         """Ask, and ask again what is safe to repeat."""
-        payload, pause_s = wire.encode(question), _PAUSE_S
+        payload = wire.encode(question)
         lost = SandboxConnectionError(f"{operation} was not asked")
         for attempt in range(self._config.attempts if repeat else 1):
             if attempt:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
-                pause_s *= 4
+                await _pause(attempt)
             try:
                 async with asyncio.timeout(within_s):
                     answer = await self.transport.ask(operation, payload)
@@ -116,10 +115,11 @@ class _Route:
         raise lost
 
     async def place(self, question: wire.Create) -> wire.Placed:
-        """Ask for a sandbox."""
+        """Ask for a sandbox, once."""
         self._placing += 1
         try:
-            placed = await self.ask(Operation.CREATE, question, wire.Placed, within_s=question.timeout_s + _GRACE_S)
+            within_s = question.timeout_s + _GRACE_S
+            placed = await self.ask(Operation.CREATE, question, wire.Placed, within_s=within_s, repeat=False)
         except (SandboxConnectionError, SandboxUnavailableError):
             self.failed()
             raise
@@ -179,6 +179,7 @@ class SandboxClient:
             SandboxIdentityError: the identity is none, or names a sandbox of another spec.
             ToolError: a tool's file cannot be read.
         """
+        wire.check_identity(sandbox_id)
         question = wire.Create(
             sandbox_id=sandbox_id,
             owner=self._owner,
@@ -188,19 +189,19 @@ class SandboxClient:
             timeout_s=self._config.create_timeout_s,
         )
         held = self._held.get(sandbox_id)
-        lost: SandboxError | None = None
-        for route in [held[0]] if held is not None else self._candidates(sandbox_id):
-            try:
-                placed = await route.place(question)
-            except (SandboxConnectionError, SandboxUnavailableError) as error:
-                lost = error
-                continue
-            except asyncio.CancelledError:
-                if held is None:
-                    self._later(route.ask(Operation.CLOSE, Which(sandbox_id=sandbox_id, instance=""), type(None)))
-                raise
-            return self._hold(route, sandbox_id, placed)
-        assert lost is not None
+        lost: SandboxError = SandboxUnavailableError(f"sandbox {sandbox_id} was not asked for")
+        for attempt in range(self._config.attempts):
+            if attempt:
+                await _pause(attempt)
+            for route in [held[0]] if held is not None else self._candidates(sandbox_id):
+                try:
+                    return self._hold(route, sandbox_id, await route.place(question))
+                except (SandboxConnectionError, SandboxUnavailableError) as error:
+                    lost = error
+                except asyncio.CancelledError:
+                    if held is None:
+                        self._later(route.ask(Operation.CLOSE, Which(sandbox_id=sandbox_id, instance=""), type(None)))
+                    raise
         raise lost
 
     async def adopt(self, sandbox_id: str) -> "Sandbox":
@@ -209,7 +210,9 @@ class SandboxClient:
         Raises:
             SandboxGoneError: there is none; all supervisors said so.
             SandboxConnectionError: one could not be asked, and no other has it.
+            SandboxIdentityError: the identity is none.
         """
+        wire.check_identity(sandbox_id)
         held = self._held.get(sandbox_id)
         routes = [held[0]] if held is not None else self._routes
         question = wire.Adopt(sandbox_id=sandbox_id, owner=self._owner)
@@ -271,9 +274,9 @@ class SandboxClient:
     def _candidates(self, sandbox_id: str) -> Sequence[_Route]:
         """Supervisors in the order in which they are asked for a sandbox; the same identity names the same two first,
         so that a client that starts anew finds what it has asked for."""
-        name = sandbox_id.encode("utf-8", "replace")
         numbered = sorted(
-            range(len(self._routes)), key=lambda n: hashlib.blake2b(b"%d %b" % (n, name), digest_size=8).digest()
+            range(len(self._routes)),
+            key=lambda n: hashlib.blake2b(f"{n} {sandbox_id}".encode(), digest_size=8).digest(),
         )
         order = [self._routes[n] for n in numbered]
         first_two = sorted(order[:2], key=lambda route: route.load)
@@ -412,3 +415,7 @@ class Sandbox:
 
 def _is_unknown(error: BaseException) -> bool:
     return isinstance(error, SandboxGoneError) and error.cause == GoneCause.LOST
+
+
+async def _pause(attempt: int) -> None:
+    await asyncio.sleep(_PAUSE_S * 4 ** (attempt - 1) * random.uniform(0.5, 1.5))

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import struct
 from collections.abc import Generator, Mapping, Sequence
 from enum import StrEnum
@@ -23,12 +24,24 @@ import msgspec
 
 from rollforward.sandbox import errors
 from rollforward.sandbox.config import ContainerConfig
-from rollforward.sandbox.errors import GoneCause, SandboxConnectionError, SandboxError, SandboxGoneError
+from rollforward.sandbox.errors import (
+    GoneCause,
+    SandboxConnectionError,
+    SandboxError,
+    SandboxGoneError,
+    SandboxIdentityError,
+)
 from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult, SandboxSpec
 
 MAX_FRAME_BYTES: Final = 1 << 30
 """Longest frame; a length beyond it is no frame of ours."""
 
+READY: Final = b"ready"
+"""What a supervisor says to whoever started it when it answers."""
+TAKEN: Final = b"taken"
+"""... when another one has its home. Anything else that it says is a refusal."""
+
+_IDENTITY: Final = re.compile(r"[a-z0-9-]{1,64}")
 _LENGTH: Final = struct.Struct("<I")
 _RESULT, _REFUSAL = b"\0", b"\1"
 
@@ -186,6 +199,18 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     message: str
     cause: GoneCause | None = None
+
+
+def check_identity(sandbox_id: str) -> None:
+    """Refuse what cannot name a sandbox.
+
+    Raises:
+        SandboxIdentityError: it has other characters, or none, or too many.
+    """
+    if _IDENTITY.fullmatch(sandbox_id) is None:
+        raise SandboxIdentityError(
+            f"a sandbox is called {sandbox_id[:80]!r}; its identity has 1 to 64 of a-z, 0-9 and -. Choose another"
+        )
 
 
 def encode(value: object) -> bytes:

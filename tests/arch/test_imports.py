@@ -35,6 +35,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
         "*/actors.py",
         "rollout/placement.py",
         "rl/placement.py",
+        "sandbox/placement.py",
         "rl/train.py",
         "rl/evaluate.py",
         "distill/train.py",

@@ -1,0 +1,164 @@
+"""Finds the supervisor of a home or starts one, and asks it: whoever holds a `LocalTransport` need not know which."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import IO, Final
+
+import msgspec
+
+from rollforward.sandbox import wire
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.errors import SandboxConnectionError, SandboxUnavailableError
+from rollforward.sandbox.homes import Home
+from rollforward.sandbox.transport import SocketTransport
+from rollforward.sandbox.wire import Operation
+
+_START_S: Final = 60.0
+"""A supervisor answers so long after it was started, on a busy machine."""
+_HUNG_S: Final = 20.0
+"""One that takes a connection and does not answer for so long is ended."""
+_LOOK_S: Final = 0.02
+"""Between two looks for a supervisor that somebody else is starting or that is ending."""
+
+
+class LocalTransport:
+    """A `Transport` to the supervisor of one home on this machine, started if there is none.
+
+    A supervisor that dies is replaced by whoever asks next; its sandboxes are gone then.
+    """
+
+    def __init__(self, name: str, config: ContainerConfig) -> None:
+        """Name the home; nothing is started.
+
+        Args:
+            name: `homes.supervisor_id` of whom it serves.
+            config: a supervisor that lives takes it over, but its images.
+        """
+        self._name, self._config = name, config
+        self._socket: SocketTransport | None = None
+        self._starting = asyncio.Lock()
+
+    def __reduce__(self) -> tuple[type["LocalTransport"], tuple[str, ContainerConfig]]:
+        return LocalTransport, (self._name, self._config)
+
+    async def start(self) -> tuple[str, ...]:
+        """Find the supervisor or start it, and return what this machine cannot enforce.
+
+        Raises:
+            SandboxUnavailableError: it cannot be started, or this machine lacks what untrusted code needs.
+            SandboxConnectionError: it does not answer.
+        """
+        async with self._starting:
+            self._socket, missing = await _find_or_start(Home.of(self._name), self._config)
+            return missing
+
+    async def ask(self, operation: str, payload: bytes) -> bytes:
+        """See `Transport`."""
+        try:
+            connected = await self._connected()
+        except SandboxUnavailableError as error:
+            return wire.refusal(error)
+        try:
+            return await connected.ask(operation, payload)
+        except SandboxConnectionError:
+            if self._socket is connected:
+                self._socket = None
+            raise
+
+    async def close(self) -> None:
+        """See `Transport`. The supervisor lives on while it is needed."""
+        async with self._starting:
+            if self._socket is not None:
+                await self._socket.close()
+                self._socket = None
+
+    async def _connected(self) -> SocketTransport:
+        async with self._starting:
+            if self._socket is None:
+                self._socket, _ = await _find_or_start(Home.of(self._name), self._config)
+            return self._socket
+
+
+async def _find_or_start(home: Home, config: ContainerConfig) -> tuple[SocketTransport, tuple[str, ...]]:
+    """A connection to the supervisor of a home, and what it says that its machine cannot enforce."""
+    question = wire.encode(wire.Configure(config=config))
+    end_s = time.monotonic() + _START_S
+    while True:
+        transport = SocketTransport(home.socket)
+        try:
+            async with asyncio.timeout(_HUNG_S):
+                answer = await transport.ask(Operation.CONFIGURE, question)
+            return transport, wire.result(answer, tuple[str, ...])
+        except TimeoutError:
+            await transport.close()
+            _end(home)
+        except SandboxConnectionError:
+            await transport.close()
+        if time.monotonic() > end_s:
+            raise SandboxConnectionError(
+                f"no sandbox supervisor answers at {home.socket} within {_START_S:g} s; {home.log} may say why"
+            )
+        if home.holder() is None:
+            await asyncio.to_thread(_start, home, config, end_s)
+        else:
+            await asyncio.sleep(_LOOK_S)
+
+
+def _start(home: Home, config: ContainerConfig, end_s: float) -> None:
+    """Start a supervisor and wait until it answers or has ended.
+
+    Raises:
+        SandboxUnavailableError: it ended, and says why.
+    """
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb", buffering=0) as said, tempfile.TemporaryFile() as errors:
+        try:
+            command = [sys.executable, "-m", "rollforward.sandbox.supervisor", home.name]
+            process = subprocess.Popen(
+                [*command, msgspec.json.encode(config).decode(), str(write_end)],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                cwd="/",
+                start_new_session=True,
+                pass_fds=(write_end,),
+            )
+        finally:
+            os.close(write_end)
+        process.wait()
+        outcome = _read(said, end_s)
+        if outcome in (wire.READY, wire.TAKEN):
+            return
+        if outcome:
+            wire.result(outcome, type(None))
+        errors.seek(0)
+        lines = errors.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
+        raise SandboxUnavailableError(
+            f"a sandbox supervisor did not come up: {lines[-1] if lines else 'it ended without a word'}"
+        )
+
+
+def _read(said: IO[bytes], end_s: float) -> bytes:
+    """All that is said until the end of it or of the time."""
+    data = b""
+    while select.select([said], [], [], max(end_s - time.monotonic(), 0.0))[0]:
+        chunk = said.read(1 << 16)
+        if not chunk:
+            break
+        data += chunk
+    return data
+
+
+def _end(home: Home) -> None:
+    """Kill a supervisor that hangs; its guard cleans up."""
+    holder = home.holder()
+    if holder is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(holder, signal.SIGKILL)

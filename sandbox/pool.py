@@ -1,0 +1,474 @@
+"""The sandboxes of one supervisor: who has which, who waits for room, what is ready, what has run out of its lease.
+
+    asked for --room--> making --> held --closed, expired, died--> ending --nothing left--> (record removed)
+                \\--one is warm, still as new--^                      | not within its time
+                                                                   stuck, tried again at each sweep
+
+Room is given first come, first served; a place is free again when nothing of its sandbox is left. A sandbox that is
+gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what isolates (`container.py`).
+"""
+
+import asyncio
+import secrets
+import sys
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from rollforward.sandbox import wire
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.container import Container, ContainerSubstrate
+from rollforward.sandbox.errors import (
+    GoneCause,
+    SandboxBusyError,
+    SandboxError,
+    SandboxGoneError,
+    SandboxIdentityError,
+    SandboxUnavailableError,
+)
+from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
+from rollforward.sandbox.room import Room
+from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec
+
+_MAX_REMEMBERED: Final = 16384
+"""Sandboxes that are gone and whose cause is known; of older ones nobody knows."""
+_MAKERS: Final = 8
+"""Sandboxes that are made at one time."""
+_ENDERS: Final = 16
+"""Sandboxes that are taken down at one time."""
+_SHUTDOWN_S: Final = 20.0
+"""For taking everything down at the end."""
+
+
+@dataclass(eq=False)
+class Box:
+    """A sandbox that exists."""
+
+    record: LeaseRecord
+    spec: SandboxSpec
+    container: Container
+    made_s: float
+    deadline: Deadline | None = None
+    """None while it is warm."""
+    has_room: bool = False
+    is_ending: bool = False
+
+
+@dataclass(eq=False)
+class _Making:
+    """A sandbox that was asked for."""
+
+    spec: SandboxSpec
+    task: "asyncio.Task[Box] | None" = None
+    num_waiting: int = 0
+    has_room: bool = False
+
+
+@dataclass
+class _Counts:
+    created: int = 0
+    warm_hits: int = 0
+    failed: int = 0
+    busy: int = 0
+    adopted: int = 0
+    closed: int = 0
+    expired: int = 0
+    oom: int = 0
+    lost: int = 0
+    unfresh: int = 0
+    create_s: list[int] = field(default_factory=lambda: [0] * (len(CREATE_BOUNDS_S) + 1))
+
+
+class Pool:
+    """See the module. One event loop; between two of its awaits nothing changes."""
+
+    def __init__(self, substrate: ContainerSubstrate, book: LeaseBook, config: ContainerConfig) -> None:
+        """Begin with no sandbox.
+
+        Args:
+            substrate: makes containers; it is started.
+            book: where records go.
+            config: bounds; `configure` changes them.
+        """
+        self._substrate, self._book, self._config = substrate, book, config
+        self._room = Room(config.max_sandboxes)
+        self._makers = asyncio.Semaphore(_MAKERS)
+        self._enders = asyncio.Semaphore(_ENDERS)
+        self._held: dict[str, Box] = {}
+        self._making: dict[str, _Making] = {}
+        self._warm: list[Box] = []
+        self._wanted: list[SandboxSpec] = []
+        self._refilling: asyncio.Task[None] | None = None
+        self._ending: set[Box] = set()
+        self._stuck: set[Box] = set()
+        self._gone: OrderedDict[str, tuple[str, GoneCause]] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._counts = _Counts()
+        self._is_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has or wants a sandbox."""
+        return not self._held and not self._making
+
+    def configure(self, config: ContainerConfig) -> None:
+        """Take over bounds. Leases are not shortened."""
+        self._config = config
+        self._room.resize(config.max_sandboxes)
+
+    async def create(
+        self, sandbox_id: str, spec: SandboxSpec, *, owner: str, snapshot: bytes | None, within_s: float
+    ) -> Box:
+        """Return the sandbox of that identity, made if there is none.
+
+        Whoever is cancelled gives up its place in the queue, if nobody else waits for the same.
+
+        Raises:
+            SandboxBusyError: no room within that time.
+            SandboxIdentityError: the identity is none, or is that of something else.
+            SandboxError: see `ContainerSubstrate.create`.
+        """
+        wire.check_identity(sandbox_id)
+        making = self._making.get(sandbox_id)
+        if making is None:
+            if (box := self._held.get(sandbox_id)) is not None:
+                _check_same(sandbox_id, box.spec, spec)
+                self._take_over(box, owner)
+                return box
+            if self._is_closed:
+                raise SandboxUnavailableError("the sandbox supervisor is ending; ask again, and another one starts")
+            making = _Making(spec)
+            task = making.task = asyncio.create_task(self._make(making, sandbox_id, owner, snapshot, within_s))
+            self._making[sandbox_id] = making
+            task.add_done_callback(lambda _: self._forget(sandbox_id, making))
+        _check_same(sandbox_id, making.spec, spec)
+        assert making.task is not None
+        making.num_waiting += 1
+        try:
+            return await asyncio.shield(making.task)
+        finally:
+            making.num_waiting -= 1
+            if making.num_waiting == 0 and not making.has_room and not making.task.done():
+                self._forget(sandbox_id, making)  # whoever asks from here on asks anew
+                making.task.cancel()
+
+    def adopt(self, sandbox_id: str, owner: str) -> Box:
+        """Give the sandbox to another owner.
+
+        Raises:
+            SandboxGoneError: there is none.
+        """
+        box = self._held.get(sandbox_id)
+        if box is None:
+            raise self.gone_error(sandbox_id, "")
+        self._take_over(box, owner)
+        self._counts.adopted += 1
+        return box
+
+    def find(self, sandbox_id: str, instance: str) -> Box:
+        """Return a sandbox that is asked something, which is a sign of life of its owner.
+
+        Raises:
+            SandboxGoneError: this incarnation is gone.
+        """
+        box = self._held.get(sandbox_id)
+        if box is None or box.record.instance != instance:
+            raise self.gone_error(sandbox_id, instance)
+        self._renew(box)
+        return box
+
+    def renew(self, held: Mapping[str, str]) -> list[str]:
+        """Take signs of life for incarnations by identity; return which are gone."""
+        gone: list[str] = []
+        for sandbox_id, instance in held.items():
+            box = self._held.get(sandbox_id)
+            if box is not None and box.record.instance == instance:
+                self._renew(box)
+            else:
+                gone.append(sandbox_id)
+        return gone
+
+    def close(self, sandbox_id: str, instance: str) -> None:
+        """End a sandbox; without an instance whichever has the identity. One that is gone is no error."""
+        box = self._held.get(sandbox_id)
+        if box is not None and instance in ("", box.record.instance):
+            self._counts.closed += 1
+            self._end(box, GoneCause.CLOSED)
+
+    def list(self) -> Sequence[SandboxInfo]:
+        """Return what somebody holds."""
+        now_s = time.monotonic()
+        return [
+            SandboxInfo(
+                sandbox_id=sandbox_id,
+                instance=box.record.instance,
+                owner=box.record.owner,
+                spec=box.spec,
+                age_s=now_s - box.made_s,
+                lease_s=0.0 if box.deadline is None else box.deadline.left_s,
+            )
+            for sandbox_id, box in self._held.items()
+        ]
+
+    def stats(self) -> PoolStats:
+        """Return the counters."""
+        counts = {name: value for name, value in vars(self._counts).items() if name != "create_s"}
+        return PoolStats(
+            held=len(self._held),
+            warm=len(self._warm),
+            waiting=self._room.num_waiting,
+            ending=len(self._ending),
+            stuck=len(self._stuck),
+            create_s=tuple(self._counts.create_s),
+            **counts,
+        )
+
+    def sweep(self, deaf_s: float) -> None:
+        """End what has run out of its lease, try again what would not end, and keep ready what shall be.
+
+        Args:
+            deaf_s: for so long this process stood still and heard nobody.
+        """
+        for box in tuple(self._held.values()):
+            if box.deadline is not None and deaf_s > 0.0:
+                box.deadline.put_off(deaf_s)
+            if box.deadline is not None and box.deadline.left_s <= 0.0:
+                self._counts.expired += 1
+                self._end(box, GoneCause.EXPIRED)
+        for box in tuple(self._stuck):
+            self._stuck.discard(box)
+            self._take_down(box)
+        self._refill()
+
+    async def shutdown(self) -> None:
+        """End everything, in bounded time."""
+        self._is_closed = True
+        for making in tuple(self._making.values()):
+            if making.task is not None and not making.has_room:
+                making.task.cancel()
+        for box in tuple(self._held.values()):
+            self._end(box, GoneCause.CLOSED)
+        for box in tuple(self._warm):
+            self._warm.remove(box)
+            self._take_down(box)
+        end_s = time.monotonic() + _SHUTDOWN_S
+        while self._tasks and time.monotonic() < end_s:
+            await asyncio.wait(tuple(self._tasks), timeout=end_s - time.monotonic())
+        await self._substrate.close()
+
+    async def _make(self, making: _Making, sandbox_id: str, owner: str, snapshot: bytes | None, within_s: float) -> Box:
+        start_s = time.monotonic()
+        try:
+            await self._room.take(within_s)
+        except TimeoutError:
+            self._counts.busy += 1
+            raise SandboxBusyError(
+                f"no room for sandbox {sandbox_id} within {within_s:g} s: {self._room.taken} are there, as"
+                " sandbox.container.max_sandboxes allows, and none ended. Raise it or sandbox.container.actors, or wait"
+                " longer (create_timeout_s)"
+            ) from None
+        making.has_room = True
+        try:
+            record = LeaseRecord(
+                instance=secrets.token_hex(8),
+                sandbox_id=sandbox_id,
+                owner=owner,
+                labels=making.spec.labels,
+                made_unix_s=time.time(),
+            )
+            box = await self._take_warm(record, making.spec) if snapshot is None else None
+            if box is None:
+                box = await self._new(record, making.spec, snapshot)
+            else:
+                self._counts.warm_hits += 1
+            if box.container.died.done() or self._is_closed:
+                self._take_down(box)
+                raise SandboxUnavailableError(f"sandbox {sandbox_id} died as soon as it was made")
+        except BaseException:
+            self._counts.failed += 1
+            self._room.give()
+            raise
+        box.has_room, box.deadline = True, Deadline(self._config.lease_s)
+        self._held[sandbox_id] = box
+        self._gone.pop(sandbox_id, None)
+        self._counts.created += 1
+        self._counts.create_s[bisect_left(CREATE_BOUNDS_S, time.monotonic() - start_s)] += 1
+        self._want(making.spec)
+        return box
+
+    async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: bytes | None) -> Box:
+        """Make a container, with a record before it is there and a better one after."""
+        async with self._makers:
+            self._book.write(record)
+            try:
+                container = await self._substrate.create(record.instance, spec, snapshot=snapshot)
+            except BaseException:
+                self._book.remove(record.instance)
+                raise
+        box = Box(record=record, spec=spec, container=container, made_s=time.monotonic())
+        container.died.add_done_callback(lambda died: self._died(box, died))
+        try:
+            self._rewrite(box, record)
+        except SandboxUnavailableError:
+            self._take_down(box)
+            raise
+        return box
+
+    def _rewrite(self, box: Box, record: LeaseRecord) -> None:
+        pid = box.container.pid
+        record = msgspec.structs.replace(
+            record,
+            instance=box.record.instance,
+            pid=pid,
+            started_ticks=started_ticks(pid),
+            cgroups=tuple(str(path) for path in box.container.cgroup),
+        )
+        self._book.write(record)
+        box.record = record
+
+    async def _take_warm(self, record: LeaseRecord, spec: SandboxSpec) -> Box | None:
+        """Return a warm sandbox that is proved to be as new, under its new name."""
+        while (box := next((box for box in self._warm if _is_same(box.spec, spec)), None)) is not None:
+            self._warm.remove(box)
+            try:
+                if await box.container.is_fresh() and not box.container.died.done():
+                    self._rewrite(box, record)
+                    box.spec, box.made_s = spec, time.monotonic()
+                    return box
+            except (SandboxError, OSError):
+                pass
+            self._counts.unfresh += 1
+            self._take_down(box)
+        return None
+
+    def _want(self, spec: SandboxSpec) -> None:
+        """Keep sandboxes of that kind ready, and those of the kinds before it as long as there is room for both."""
+        self._wanted = [spec, *(known for known in self._wanted if not _is_same(known, spec))][: self._config.warm]
+        self._refill()
+
+    def _refill(self) -> None:
+        if self._is_closed or (self._refilling is not None and not self._refilling.done()):
+            return
+        wanted = self._wanted[: self._config.warm]
+        share = [wanted[n % len(wanted)] for n in range(self._config.warm)] if wanted else []
+        for box in tuple(self._warm):
+            found = next((spec for spec in share if _is_same(spec, box.spec)), None)
+            if found is None:
+                self._warm.remove(box)
+                self._take_down(box)
+            else:
+                share.remove(found)
+        if share:
+            self._refilling = self._start(self._make_warm(share))
+
+    async def _make_warm(self, specs: Sequence[SandboxSpec]) -> None:
+        """Make what is missing, one by one, behind those who wait."""
+        for spec in specs:
+            if self._is_closed or self._making:
+                return
+            record = LeaseRecord(
+                instance=secrets.token_hex(8), sandbox_id="", owner="", labels={}, made_unix_s=time.time()
+            )
+            try:
+                box = await self._new(record, msgspec.structs.replace(spec, labels={}), None)
+            except (SandboxError, OSError):
+                self._counts.failed += 1
+                return
+            if self._is_closed or box.container.died.done():
+                self._take_down(box)
+                return
+            self._warm.append(box)
+
+    def _take_over(self, box: Box, owner: str) -> None:
+        box.record = msgspec.structs.replace(box.record, owner=owner)
+        self._renew(box)
+
+    def _renew(self, box: Box) -> None:
+        if box.deadline is not None:
+            box.deadline.renew(self._config.lease_s)
+
+    def _died(self, box: Box, died: "asyncio.Future[GoneCause]") -> None:
+        """A container ended by itself or was killed by somebody else."""
+        if box.is_ending or died.cancelled():
+            return
+        cause = GoneCause.LOST if died.exception() is not None else died.result()
+        if box in self._warm:
+            self._warm.remove(box)
+            self._counts.unfresh += 1
+            self._take_down(box)
+        elif self._held.get(box.record.sandbox_id) is box:
+            if cause == GoneCause.OOM:
+                self._counts.oom += 1
+            else:
+                self._counts.lost += 1
+            self._end(box, cause)
+
+    def _end(self, box: Box, cause: GoneCause) -> None:
+        """Nobody has it any more from here on."""
+        sandbox_id = box.record.sandbox_id
+        del self._held[sandbox_id]
+        self._gone[sandbox_id] = box.record.instance, cause
+        while len(self._gone) > _MAX_REMEMBERED:
+            self._gone.popitem(last=False)
+        self._take_down(box)
+
+    def _take_down(self, box: Box) -> None:
+        box.is_ending = True
+        self._ending.add(box)
+        self._start(self._end_container(box))
+
+    async def _end_container(self, box: Box) -> None:
+        try:
+            async with self._enders:
+                await box.container.kill()
+        except (SandboxError, OSError) as error:
+            self._stuck.add(box)
+            print(f"sandbox {box.record.instance} does not end: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            return
+        finally:
+            self._ending.discard(box)
+        self._book.remove(box.record.instance)
+        if box.has_room:
+            box.has_room = False
+            self._room.give()
+
+    def gone_error(self, sandbox_id: str, instance: str) -> SandboxGoneError:
+        """Say why a sandbox is not there, as far as that is remembered."""
+        known, cause = self._gone.get(sandbox_id, ("", GoneCause.LOST))
+        if instance not in ("", known):
+            cause = GoneCause.LOST
+        why = {
+            GoneCause.CLOSED: "it was closed",
+            GoneCause.EXPIRED: "its lease ran out: its owner gave no sign of life (sandbox.container.lease_s)",
+            GoneCause.OOM: "its memory ran out and the kernel ended it",
+            GoneCause.LOST: "it died, or its supervisor did, or it never was here",
+        }
+        return SandboxGoneError(f"sandbox {sandbox_id} is gone: {why[cause]}", cause)
+
+    def _forget(self, sandbox_id: str, making: _Making) -> None:
+        if self._making.get(sandbox_id) is making:
+            del self._making[sandbox_id]
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _is_same(one: SandboxSpec, other: SandboxSpec) -> bool:
+    """Whether two are as good as each other; labels are for people."""
+    return msgspec.structs.replace(one, labels={}) == msgspec.structs.replace(other, labels={})
+
+
+def _check_same(sandbox_id: str, there: SandboxSpec, asked: SandboxSpec) -> None:
+    if not _is_same(there, asked):
+        raise SandboxIdentityError(
+            f"sandbox {sandbox_id} is made of something else than what is asked for under this identity. Choose another"
+            " identity, or close that sandbox first"
+        )

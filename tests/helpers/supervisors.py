@@ -1,0 +1,127 @@
+"""Supervisors of sandboxes in a place of their own, and what of them is left on this machine."""
+
+import asyncio
+import functools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollforward.sandbox import cgroups
+from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.homes import Home, supervisor_id
+from rollforward.sandbox.launch import LocalTransport
+from rollforward.sandbox.types import ExecRequest, ExecResult
+from tests.helpers.sandboxes import descendants, is_gone
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+class Stage:
+    """One home of a supervisor, of which every trace can be looked for."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, name: str | None = None) -> None:
+        """Let homes lie in the folder, in this process and in those that it starts."""
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        self.folder = folder
+        self.name = supervisor_id(str(folder)) if name is None else name
+        self.seen: set[int] = set()
+
+    @property
+    def home(self) -> Home:
+        return Home.of(self.name)
+
+    def transport(self, **settings: Any) -> LocalTransport:
+        return LocalTransport(self.name, config(**settings))
+
+    def client(self, owner: str = "test", **settings: Any) -> SandboxClient:
+        return SandboxClient([self.transport(**settings)], config(**settings), owner=owner)
+
+    async def up(self, **settings: Any) -> Path:
+        """Have it started; where its socket is."""
+        transport = self.transport(**settings)
+        await transport.start()
+        await transport.close()
+        return self.home.socket
+
+    def supervisor(self) -> int:
+        pid = self.home.holder()
+        assert pid is not None
+        return pid
+
+    def guard(self) -> int:
+        return parent(self.supervisor())
+
+    def look(self) -> set[int]:
+        """Remember which processes there are now: the guard and all below it."""
+        self.seen |= {self.guard(), *descendants(self.guard())}
+        return self.seen
+
+    def left(self) -> list[str]:
+        """What there is of it."""
+        found = [f"process {pid} {command(pid)}" for pid in sorted(self.seen) if not is_gone(pid)]
+        found += [f"process {pid} {command(pid)}" for pid in pids() if self.name in command(pid)]
+        found += [f"group {path}" for path in groups(self.name)]
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        found += [f"mount {line}" for line in mounts if self.name in line]
+        found += [f"file {path}" for path in self.folder.glob(f"rollforward-sandboxes-*/{self.name}/**/*")]
+        return found + [f"file {path}" for path in self.folder.glob(f"rollforward-sandboxes-*/{self.name}")]
+
+    async def gone(self, within_s: float) -> None:
+        """Wait until there is nothing left of it."""
+        end_s = time.monotonic() + within_s
+        while left := self.left():
+            assert time.monotonic() < end_s, left
+            await asyncio.sleep(0.05)
+
+    def end(self) -> None:
+        """End the supervisor, in order if it can."""
+        pid = self.home.holder()
+        if pid is None:
+            return
+        self.look()
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGTERM)
+        asyncio.run(self.gone(20.0))
+
+
+def config(**settings: Any) -> ContainerConfig:
+    return ContainerConfig(**({"warm": 0, "lease_s": 30.0, "create_timeout_s": 20.0} | settings))
+
+
+async def sh(sandbox: Sandbox, script: str, *, key: str | None = None, wall_s: float = 20.0) -> ExecResult:
+    return await sandbox.exec(ExecRequest(argv=("sh", "-c", script), wall_s=wall_s), key=key)
+
+
+def groups(label: str) -> list[Path]:
+    return [path for parent_ in cgroups.find().parents() for path in parent_.glob(f"rollforward.{label}.*")]
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
