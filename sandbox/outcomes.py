@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import signal
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -50,8 +51,10 @@ class Table:
 
 def request_hash(request: msgspec.Struct) -> bytes:
     """Sixteen bytes that two requests have in common only if they are equal."""
-    data = msgspec.msgpack.encode([type(request).__name__, request], order="deterministic")
-    return hashlib.blake2b(data, digest_size=16).digest()
+    # Not msgpack, which has no half characters and no integers beyond 64 bits; a model writes both.
+    fields = msgspec.to_builtins(request, builtin_types=(bytes,))
+    data = json.dumps([type(request).__name__, fields], sort_keys=True, default=bytes.hex)
+    return hashlib.blake2b(data.encode("ascii"), digest_size=16).digest()
 
 
 def exec_result(head: frames.Head, blobs: list[bytes], limits: Limits, has_oom: bool) -> ExecResult:
