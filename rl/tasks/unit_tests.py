@@ -44,10 +44,11 @@ from rollforward.sandbox.errors import (
     SandboxConnectionError,
     SandboxFileError,
     SandboxGoneError,
+    SandboxUnavailableError,
 )
 from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec
 
-_LOST: Final = (SandboxBusyError, SandboxConnectionError, SandboxGoneError)
+_LOST: Final = (SandboxBusyError, SandboxConnectionError, SandboxGoneError, SandboxUnavailableError)
 _INFRA: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD, ExecStatus.KILLED)
 
 _RUN_SCRIPT: Final = """\
@@ -118,9 +119,6 @@ class UnitTestJudge:
             submission: what was left; None where nothing can have been.
             tests: at least one.
             image: what the sandbox is made of.
-
-        Raises:
-            SandboxUnavailableError: no machine can isolate the tests.
         """
         if submission is None or not submission.files:
             return Score(value=0.0, reason=ScoreReason.EMPTY)
