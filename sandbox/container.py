@@ -19,10 +19,12 @@ from typing import Any, Final
 import msgspec
 
 from rollforward.sandbox import cgroups, host
+from rollforward.sandbox.agent_link import AgentLink, Parts
 from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError, ToolError
 from rollforward.sandbox.images import Images
-from rollforward.sandbox.inside import frames
+from rollforward.sandbox.inside import frames, system
+from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.outcomes import Table, call_result, exec_result, gone_call, gone_exec
 from rollforward.sandbox.results import encode_call, failed
 from rollforward.sandbox.toolset import tool_path, tool_source
@@ -30,6 +32,7 @@ from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest,
 from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate, host_pid
 
 _KILL_TIMEOUT_S: Final = 10.0
+_LAST_WORDS_S: Final = 1.0
 _SETUP_TIMEOUT_S: Final = 60.0
 _SPARE_PROCESSES: Final = 80
 """Beyond the limit: the agent and the processes around commands, so that no command can keep the agent from forking."""
@@ -151,10 +154,9 @@ class Container:
         except OSError as error:
             raise SandboxUnavailableError(f"sandbox: making its control group failed: {error}") from None
         self._pidfd = -1
-        self._writer: asyncio.StreamWriter | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[tuple[frames.Head, list[bytes]]]] = {}
-        self._next = 0
+        self._is_dead = False
+        self._burying: asyncio.Task[None] | None = None
+        self._link: AgentLink | None = None
         self._is_closing = False
         self._ooms = 0
         self._killing: asyncio.Task[None] | None = None
@@ -171,27 +173,27 @@ class Container:
         """Fork it and wait until it is up. Called once, by the substrate."""
         limits = self.spec.limits
         ours, inside = socket.socketpair()
-        procs: list[int] = []
+        given: list[int] = []
         try:
             with inside:
-                procs = self._group.open_procs()
-                asked = {**request, "disk_bytes": limits.disk_bytes, "files": limits.files}
-                self._pidfd = await template.make(asked, [inside.fileno(), *procs])
+                if snapshot:
+                    given.append(_as_file(snapshot))
+                given += self._group.open_procs()
+                asked = {"disk_bytes": limits.disk_bytes, "files": limits.files, "has_snapshot": bool(snapshot)}
+                self._pidfd = await template.make({**request, **asked}, [inside.fileno(), *given])
         except BaseException:
             ours.close()
             raise
         finally:
-            for descriptor in procs:
+            for descriptor in given:
                 os.close(descriptor)
         self.pid = host_pid(self._pidfd)
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
-        hello = self._expect()
-        self._listening = asyncio.create_task(self._listen(reader))
-        given = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited}
-        self._writer.write(frames.pack({"limits": given, "tools": list(self._tools)}, *codes, snapshot))
+        self._link = link = await AgentLink.open(ours, self._signal)
+        told = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited}
+        link.tell({"limits": told, "tools": list(self._tools)}, *codes)
         try:
-            head, _ = await asyncio.wait_for(hello, _SETUP_TIMEOUT_S)
+            head, _ = await asyncio.wait_for(link.hello, _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError):
             raise SandboxUnavailableError(f"sandbox: a container did not come up: {template.said()}") from None
         _check_hello(head, self._tools)
@@ -211,6 +213,58 @@ class Container:
             SandboxKeyError: the key is another command's.
         """
         return await self._table.get(key, call, lambda: self._call(call))
+
+    async def upload(self, files: Mapping[str, bytes]) -> None:
+        """Write files; what is there is overwritten.
+
+        Args:
+            files: bytes by path, absolute or below /workspace.
+
+        Raises:
+            SandboxFileError: one cannot be written; those before it are.
+            SandboxGoneError: the container is gone.
+        """
+        for path, data in files.items():
+            for offset in range(0, max(len(data), 1), PART_BYTES):
+                part = data[offset : offset + PART_BYTES]
+                await self._files({"op": "upload", "path": path, "offset": offset}, part)
+
+    async def download(self, paths: Sequence[str], *, max_bytes: int) -> dict[str, bytes]:
+        """Read regular files; those that are absent are left out.
+
+        Args:
+            paths: absolute or below /workspace.
+            max_bytes: of all together.
+
+        Raises:
+            SandboxFileError: one is no regular file, its path passes a link, or there are more bytes.
+            SandboxGoneError: the container is gone.
+        """
+        names = list(paths)
+        parts = await self._files({"op": "download", "paths": names, "max_bytes": max_bytes}, most=max_bytes)
+        found: dict[str, bytearray] = {}
+        for head, data in parts:
+            found.setdefault(names[head["index"]], bytearray()).extend(data)
+        return {path: bytes(data) for path, data in found.items()}
+
+    async def snapshot(self, *, max_bytes: int) -> bytes:
+        """All files that differ from the image's, as an uncompressed tar (`inside/snapshots.py`).
+
+        Raises:
+            SandboxFileError: it has more bytes.
+            SandboxGoneError: the container is gone.
+        """
+        parts = await self._files({"op": "snapshot", "max_bytes": max_bytes}, most=max_bytes)
+        return b"".join(data for _, data in parts)
+
+    async def is_fresh(self) -> bool:
+        """Whether it is as it was when it had just been made: no process, no file, no command that it remembers.
+
+        Raises:
+            SandboxGoneError: the container is gone.
+        """
+        head, _ = await self._asked().ask({"op": "verify"})
+        return head.get("fault") == "" and self._table.is_empty() and set(self._group.processes()) <= {self.pid}
 
     async def kill(self) -> None:
         """End it and all that belongs to it. May be called again, and by several."""
@@ -232,7 +286,7 @@ class Container:
         if self.died.done():
             return gone_exec(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._ask(asked, request.stdin)
+            head, blobs = await self._asked().ask(asked, request.stdin)
         except SandboxGoneError as error:
             return gone_exec(error.cause, has_run=True)
         return exec_result(head, blobs, limits, self._has_oom_since(before))
@@ -247,7 +301,7 @@ class Container:
         if self.died.done():
             return gone_call(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._ask(asked, payload)
+            head, blobs = await self._asked().ask(asked, payload)
         except SandboxGoneError as error:
             return gone_call(error.cause, has_run=True)
         return call_result(head, blobs, tool, self.spec.limits, self._has_oom_since(before))
@@ -256,65 +310,42 @@ class Container:
         self._ooms = max(self._ooms, self._group.oom_kills())
         return self._ooms > before
 
-    async def _files(self, head: frames.Head, *blobs: bytes) -> tuple[frames.Head, list[bytes]]:
-        if self.died.done():
-            raise _gone(self.id, self.died.result())
-        answer, out = await self._ask(head, *blobs)
+    def _asked(self) -> AgentLink:
+        if self.died.done() or self._link is None:
+            raise _gone(self.id, self.died.result() if self.died.done() else GoneCause.LOST)
+        return self._link
+
+    async def _files(self, head: frames.Head, *blobs: bytes, most: int = 0) -> list[tuple[frames.Head, bytes]]:
+        """Ask about files; the parts of the answer."""
+        parts = Parts(most)
+        answer, _ = await self._asked().ask(head, *blobs, parts=parts)
         for name in ("file_error", "error"):
             if said := answer.get(name):
                 raise SandboxFileError(f"sandbox {self.id}: {said}")
-        return answer, out
-
-    def _expect(self) -> "asyncio.Future[tuple[frames.Head, list[bytes]]]":
-        future: asyncio.Future[tuple[frames.Head, list[bytes]]] = asyncio.get_running_loop().create_future()
-        self._waiting[self._next] = future
-        self._next += 1
-        return future
-
-    async def _ask(self, head: frames.Head, *blobs: bytes) -> tuple[frames.Head, list[bytes]]:
-        """Ask the agent, and wait for its answer.
-
-        Raises:
-            SandboxGoneError: the container is gone before the answer came.
-        """
-        assert self._writer is not None
-        number = self._next
-        future = self._expect()
-        with contextlib.suppress(ConnectionError):
-            self._writer.write(frames.pack({**head, "id": number}, *blobs))
-            await self._writer.drain()
-        return await future
-
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
-                if size > frames.MAX_BYTES:
-                    raise ValueError(f"a message of {size} bytes")
-                head, blobs = frames.unpack(await reader.readexactly(size))
-                future = self._waiting.pop(head["id"], None)
-                if future is not None and not future.done():
-                    future.set_result((head, blobs))
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError):
-            self._signal()  # an agent that is not understood is of no use
+        return parts.found
 
     def _signal(self) -> None:
-        if self._pidfd >= 0 and not self.died.done():
+        if self._pidfd >= 0 and not self._is_dead:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _on_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._is_dead = True
+        self._burying = asyncio.create_task(self._bury())
+
+    async def _bury(self) -> None:
+        """Hear what it has said last, and say why it is gone."""
+        if self._link is not None:
+            await self._link.drain(_LAST_WORDS_S)
         if self._is_closing:
             cause = GoneCause.CLOSED
         else:
             cause = GoneCause.OOM if self._group.oom_kills() > self._ooms else GoneCause.LOST
         self.died.set_result(cause)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(_gone(self.id, cause))
-        self._waiting.clear()
+        if self._link is not None:
+            self._link.end(_gone(self.id, cause))
 
     async def _end(self) -> None:
         if self._pidfd < 0:
@@ -324,16 +355,20 @@ class Container:
             self._group.kill()
             self._signal()
             await asyncio.wait([self.died], timeout=_KILL_TIMEOUT_S)
-        if self._listening is not None:
-            self._listening.cancel()
-        if self._writer is not None:
-            self._writer.close()
         for attempt in range(100):
             if self._group.remove():
                 break
             self._group.kill()
             await asyncio.sleep(0.001 * (attempt + 1))
         self._forget(self)
+
+
+def _as_file(data: bytes) -> int:
+    """A descriptor of a file with these bytes, which has no name."""
+    descriptor = os.memfd_create("snapshot", os.MFD_CLOEXEC)
+    system.write_all(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _gone(sandbox_id: str, cause: GoneCause) -> SandboxGoneError:

@@ -32,6 +32,10 @@ class Table:
     def __init__(self) -> None:
         self._entries: OrderedDict[str, tuple[bytes, asyncio.Task[Any]]] = OrderedDict()
 
+    def is_empty(self) -> bool:
+        """Whether no command has had a key."""
+        return not self._entries
+
     async def get(self, key: str | None, request: msgspec.Struct, run: Callable[[], Awaitable[_R]]) -> _R:
         """The result of the request, which is run if its key is new. Whoever cancels this does not end it.
 

@@ -2,9 +2,9 @@
 
 Its control socket speaks `frames.py`:
 
-    host -> here    first the set-up: {"limits", "tools": [names]}, their code, and the snapshot or nothing;
-                    then requests: {"id", "op", ...}
-    here -> host    {"id": 0, "error", "kind"}: the container is up, or why not; then an answer for each request
+    host -> here    first the set-up: {"limits", "tools": [names]} and their code; then requests: {"id", "op", ...}
+    here -> host    {"id": 0, "error", "kind"}: the container is up, or why not; then an answer for each request, before
+                    which there may be parts of it, with "more"
 
 It is forked from the template and never executes anything: it has this machine's Python in memory and needs none in the
 image. No command can reach it: commands live in PID namespaces below its own, hold none of its descriptors, and where
@@ -22,9 +22,11 @@ import signal
 import socket
 import struct
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, Final
 
-from rollforward.sandbox.inside import command, files, frames, root, system
+from rollforward.sandbox.inside import command, files, frames, root, snapshots, system
 from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES, Tools, describe, import_tool
 
 _RIGHTS: Final = (
@@ -37,6 +39,9 @@ _RIGHTS: Final = (
     | system.CAP_FOWNER
 )
 _CONTROL: Final = 3
+_SNAPSHOT: Final = 4
+_FIRST_FREE: Final = 16
+"""Descriptors from here on are in nobody's way while a container comes up."""
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
@@ -46,30 +51,31 @@ class _SetupError(Exception):
 
 def main(request: dict[str, Any], descriptors: list[int]) -> None:
     """Come up and serve until the host closes the socket."""
-    control, *cgroups = descriptors
-    for descriptor in cgroups:
+    control, *others = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for descriptor in descriptors]
+    snapshot = others.pop(0) if request["has_snapshot"] else -1
+    for descriptor in others:
         os.write(descriptor, b"0")
-    keep = control if control == _CONTROL else os.dup2(control, _CONTROL, inheritable=False)
-    os.closerange(_CONTROL + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.dup2(control, _CONTROL, inheritable=False)
+    if snapshot >= 0:
+        os.dup2(snapshot, _SNAPSHOT, inheritable=False)
+    os.closerange(_SNAPSHOT + (snapshot >= 0), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
     os.close(null)
     try:
-        agent = _come_up(request, keep)
+        agent = _come_up(request)
     except _SetupError as error:
-        system.write_all(keep, frames.pack({"id": 0, "kind": error.args[0], "error": error.args[1]}))
-        return
+        _say({"id": 0, "kind": error.args[0], "error": error.args[1]})
     except Exception as error:  # noqa: BLE001, the host must hear of it, and there is nobody else who could tell
-        system.write_all(keep, frames.pack({"id": 0, "kind": "infra", "error": describe(error)}))
-        return
-    system.write_all(keep, frames.pack({"id": 0, "kind": "", "error": ""}))
-    agent.serve()
+        _say({"id": 0, "kind": "infra", "error": describe(error)})
+    else:
+        _say({"id": 0, "kind": "", "error": ""})
+        agent.serve()
 
 
-def _come_up(request: dict[str, Any], control: int) -> "Agent":
-    setup, blobs = receive(control)
-    *codes, snapshot = blobs
+def _come_up(request: dict[str, Any]) -> "Agent":
+    setup, codes = receive(_CONTROL)
     os.umask(0o022)
     socket.sethostname("sandbox")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as lo:
@@ -81,14 +87,24 @@ def _come_up(request: dict[str, Any], control: int) -> "Agent":
             tools[name] = import_tool(name, marshal.loads(code))
         except BaseException as error:  # noqa: BLE001, the code is the operator's
             raise _SetupError("tool", f"{name}\n{describe(error)}") from None
-    try:
-        upper = root.build(request, lambda directory: files.restore(directory, snapshot))
-    except files.FileError as error:
-        raise _SetupError("snapshot", str(error)) from None
+    upper = root.build(request, _restore if request["has_snapshot"] else lambda _: None)
     system.keep_capabilities(_RIGHTS if os.getuid() == 0 else _RIGHTS & ~(system.CAP_SETUID | system.CAP_SETGID))
     system.set_dumpable(False)
     gc.freeze()
-    return Agent(control, upper, tools, command.Room(setup["limits"], masked))
+    return Agent(upper, tools, command.Room(setup["limits"], masked))
+
+
+def _restore(upper: int) -> None:
+    """Not by way of the socket: a file of the host's is not this container's memory."""
+    with open(_SNAPSHOT, "rb") as file:
+        try:
+            snapshots.restore(upper, file)
+        except files.FileError as error:
+            raise _SetupError("snapshot", str(error)) from None
+
+
+def _say(head: frames.Head, *blobs: bytes) -> None:
+    system.write_all(_CONTROL, frames.pack(head, *blobs))
 
 
 def receive(control: int) -> tuple[frames.Head, list[bytes]]:
@@ -150,26 +166,22 @@ class _Running:
 class Agent:
     """Serves the host; see the module."""
 
-    def __init__(self, control: int, upper: int, tools: Tools, room: command.Room) -> None:
-        self._control = control
+    def __init__(self, upper: int, tools: Tools, room: command.Room) -> None:
         self._upper = upper
         self._room = room
         self._tools = tools
         self._running: dict[int, _Running] = {}
         self._owners: dict[int, _Running] = {}
+        self._streams: deque[tuple[frames.Head, Iterator[tuple[frames.Head, bytes]]]] = deque()
         self._poller = select.poll()
-        self._poller.register(control, select.POLLIN)
+        self._poller.register(_CONTROL, select.POLLIN)
 
     def serve(self) -> None:
         """Answer requests and look after what runs, for ever."""
         while True:
-            now = time.monotonic()
-            ends = [running.end for running in self._running.values() if not running.is_over]
-            wait = max(min(ends) - now, 0.0) if ends else None
-            ready = self._poller.poll(None if wait is None else 1000 * wait + 1)
-            for descriptor, event in ready:
-                if descriptor == self._control:
-                    self._take(*receive(self._control))
+            for descriptor, event in self._poller.poll(self._wait_ms()):
+                if descriptor == _CONTROL:
+                    self._take(*receive(_CONTROL))
                 elif (running := self._owners.get(descriptor)) is not None:
                     self._look(running, descriptor, event)
             now = time.monotonic()
@@ -177,24 +189,54 @@ class Agent:
                 if not running.is_over and now >= running.end:
                     running.is_over = True
                     running.kill()
+            if self._streams:
+                self._send_part()
+
+    def _wait_ms(self) -> float | None:
+        if self._streams:
+            return 0
+        ends = [running.end for running in self._running.values() if not running.is_over]
+        return max(1000 * (min(ends) - time.monotonic()), 0) + 1 if ends else None
+
+    def _send_part(self) -> None:
+        """Send one part of the answer whose turn it is."""
+        request, parts = self._streams.popleft()
+        try:
+            head, data = next(parts)
+        except StopIteration:
+            self._answer(request, {})
+        except files.FileError as error:
+            self._answer(request, {"file_error": str(error)})
+        except OSError as error:
+            self._answer(request, {"file_error": str(error.strerror)})
+        else:
+            self._answer(request, {**head, "more": True}, data)
+            self._streams.append((request, parts))
 
     def _answer(self, request: frames.Head, head: frames.Head, *blobs: bytes) -> None:
-        system.write_all(self._control, frames.pack({"id": request["id"], **head}, *blobs))
+        _say({"id": request["id"], **head}, *blobs)
 
     def _take(self, request: frames.Head, blobs: list[bytes]) -> None:
         try:
             match request["op"]:
                 case "exec" | "call":
                     self._start(request, blobs[0])
+                case "upload":
+                    files.upload(request, blobs[0])
+                    self._answer(request, {})
+                case "download":
+                    self._streams.append((request, files.download(request)))
+                case "snapshot":
+                    taken = snapshots.take(self._upper, request["max_bytes"])
+                    self._streams.append((request, (({}, data) for data in taken)))
                 case "verify":
                     self._answer(request, {"fault": self._fault()})
                 case operation:
-                    head, out = files.OPERATIONS[operation](self._upper, request, blobs)
-                    self._answer(request, head, *out)
+                    self._answer(request, {"error": f"there is no operation {operation}"})
         except files.FileError as error:
             self._answer(request, {"file_error": str(error)})
         except (OSError, MemoryError) as error:
-            self._answer(request, {"error": f"{type(error).__name__}: {error}"})
+            self._answer(request, {"error": describe(error)})
 
     def _fault(self) -> str:
         """Why this container is not as good as new, or nothing."""

@@ -31,7 +31,7 @@ _TEXTS: Final = {
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-_OWN: Final = (("tmp", 0o1777, USER), ("workspace", 0o755, USER), ("home", 0o755, USER))
+OWN: Final = (("tmp", 0o1777, USER), ("workspace", 0o755, USER), ("home", 0o755, USER))
 """Directories that the private layer has from the start."""
 _LINKS: Final = ("bin", "lib", "lib64", "lib32", "libx32", "sbin")
 _MASKED: Final = (
@@ -94,7 +94,7 @@ def build(request: dict[str, Any], restore: Any) -> int:
         os.mkdir(path)
     _own(f"{_QUOTA}/shm", 0o1777, USER)
     descriptor = os.open(upper, os.O_RDONLY | os.O_DIRECTORY)
-    for name, mode, owner in _OWN:
+    for name, mode, owner in OWN:
         os.mkdir(f"{upper}/{name}")
         _own(f"{upper}/{name}", mode, owner)
     restore(descriptor)
@@ -103,7 +103,7 @@ def build(request: dict[str, Any], restore: Any) -> int:
     system.mount("overlay", _ROOT, "overlay", system.MS_NOSUID | system.MS_NODEV, options)
     for path in request["binds"]:
         system.bind(path, _ROOT + path)
-    system.bind(PROC, f"{_ROOT}/proc")
+    system.mount("proc", f"{_ROOT}/proc", "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
     system.bind("/dev", f"{_ROOT}/dev")
     system.bind(f"{_QUOTA}/shm", f"{_ROOT}/dev/shm")
     system.pivot(_ROOT)

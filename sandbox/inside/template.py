@@ -2,9 +2,9 @@
 
 Standard input is a SOCK_SEQPACKET socket to the host; a message is JSON with descriptors beside it:
 
-    host -> here    {"image": [directories, the highest first], "binds", "uid", "disk_bytes", "files"};
-                    the container's end of its control socket, then files to write "0" into, which put the writer into
-                    its cgroups
+    host -> here    {"image": [directories, the highest first], "binds", "uid", "disk_bytes", "files", "has_snapshot"};
+                    the container's end of its control socket, the snapshot's file if it has one, then files to write
+                    "0" into, which put the writer into its cgroups
     here -> host    {"error": text or ""}, and where there is none a pidfd of the container's first process
 
 Answers come in the order of the questions. This process holds CAP_SYS_ADMIN in its user namespace (as the host's root
