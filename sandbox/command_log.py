@@ -60,7 +60,9 @@ BLOBS_NAME: Final = "blobs"
 
 _EPOCH: Final = 1
 _MAX_BYTES: Final = 1 << 30
-_TRAJECTORY = re.compile(r"(s|eval)(0|[1-9][0-9]{0,8})-p(?:0|[1-9][0-9]{0,8})-m(?:0|[1-9][0-9]{0,8})")
+_TRAJECTORY = re.compile(
+    r"(s|eval)(0|[1-9][0-9]{0,8})-p(?:0|[1-9][0-9]{0,8})-m(?:0|[1-9][0-9]{0,8})(?:-a[1-9][0-9]{0,3})?"
+)
 
 
 def log_path(run_dir: Path, trajectory: str) -> Path:
@@ -68,7 +70,7 @@ def log_path(run_dir: Path, trajectory: str) -> Path:
 
     Args:
         run_dir: of the run.
-        trajectory: such as `s12-p3-m0` or `eval12-p3-m0`.
+        trajectory: such as `s12-p3-m0` or `eval12-p3-m0`; with `-a1`, `-a2`, ... where it was begun again.
 
     Raises:
         ValueError: it reads otherwise.
@@ -81,7 +83,12 @@ def log_path(run_dir: Path, trajectory: str) -> Path:
             " such as s12-p3-m0"
         )
     purpose = "step" if match[1] == "s" else "eval"
-    return run_dir / COMMANDS_NAME / f"{purpose}_{int(match[2]):06d}" / f"{trajectory}{LOG_SUFFIX}"
+    return run_dir / COMMANDS_NAME / f"{purpose}_{int(match[2]):06d}" / log_name(trajectory)
+
+
+def log_name(trajectory: str) -> str:
+    """Returns the file name of a trajectory's log."""
+    return f"{trajectory}{LOG_SUFFIX}"
 
 
 class LogView(NamedTuple):
