@@ -2,7 +2,7 @@
 
 A verb is one line in VERBS (conf/jobs.py). Its schema is imported to validate, its module only to run, so that help and
 a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere. Nor
-is `wal`, which only looks at what a run wrote.
+are `wal` and `sandbox`, which only look at what a run wrote.
 """
 
 import contextlib
@@ -72,10 +72,8 @@ def _dispatch(arguments: list[str]) -> int:
         from rollforward.conf.submit import submit
 
         return submit(rest)
-    if verb == "wal":
-        return cast("Callable[[Sequence[str]], int]", importlib.import_module("rollforward.rollout.wal_verb").main)(
-            rest
-        )
+    if verb in _LOOKING:
+        return cast("Callable[[Sequence[str]], int]", importlib.import_module(_LOOKING[verb]).main)(rest)
     settings, print_only = _options(rest)
     plan = {"resume": _resumed, "drill": plan_drill}.get(verb)
     jobs = plan_jobs(verb, settings) if plan is None else plan(settings)
@@ -116,6 +114,9 @@ def _options(arguments: list[str]) -> tuple[list[str], bool]:
     return rest, print_only
 
 
+_LOOKING = {"wal": "rollforward.rollout.wal_verb", "sandbox": "rollforward.rollout.sandbox_verb"}
+"""Commands that only look at what a run wrote -> their module."""
+
 _OTHERS: dict[str, str] = {
     "resume": """rollforward resume RUN_DIR [cluster.KEY=VALUE ...] [--cfg job]: go on with an interrupted run
 
@@ -145,6 +146,20 @@ last line JSON: records, requests, tokens, torn_bytes (a write that was cut shor
 (findings that are damage) and the same by stream. json=true prints that line alone. verify exits with 1 where something
 is damaged. Both only read, and may look at a run that is working.
   mirror_dir=null         where second copies lie; null: what the run's settings say""",
+    "sandbox": """rollforward sandbox list DIR | replay TRAJECTORY run_dir=DIR [settings]: what was done in sandboxes
+
+list: the command logs of a run's directory, a recipe's, or of one step (run_dir/commands/step_000012). A table of
+trajectories: commands that were sent, answered (they have a result), epochs (how often a process got hold of the
+sandbox), sandboxes, files that were collected, and the outcome: open, closed, oom (it ran out of memory), unknown (the
+sandbox was lost inside a command, which is never done again), infra, damaged. As the last line JSON. It only reads.
+
+replay: does the commands of a trajectory (s12-p3-m0) again in a fresh sandbox of this machine and compares results and
+collected files with the log. same: bit for bit; masked: but for times, dates, durations, process ids, addresses, names
+of temporary files and what mask= names; differs; unknown: the log has no result; lost: this sandbox failed. It exits
+with 1 where something differs. The run is left as it is.
+  mask=REGEX              also masked before texts are compared; may be given several times
+  trusted_code=null       true: go on where this machine cannot enforce every limit; null: what the run's settings say
+  json=false              true prints the last line alone""",
 }
 """Commands that run verbs -> their help, of which the first line is the summary."""
 

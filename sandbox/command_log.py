@@ -86,6 +86,11 @@ def log_path(run_dir: Path, trajectory: str) -> Path:
     return run_dir / COMMANDS_NAME / f"{purpose}_{int(match[2]):06d}" / log_name(trajectory)
 
 
+def is_trajectory(name: str) -> bool:
+    """Whether a text reads like a trajectory's name."""
+    return _TRAJECTORY.fullmatch(name) is not None
+
+
 def log_name(trajectory: str) -> str:
     """Returns the file name of a trajectory's log."""
     return f"{trajectory}{LOG_SUFFIX}"

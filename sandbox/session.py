@@ -20,6 +20,7 @@ here: the bytes of the log (`command_log.py`), which sandbox it is (`tenancy.py`
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, Self
@@ -62,6 +63,7 @@ OOM_TEXT: Final = "the sandbox ran out of memory and is gone"
 _LOCK_WAIT_S: Final = 10.0
 """A predecessor that was killed gives its lock back when the kernel has ended it."""
 _LOCK_PAUSE_S: Final = 0.02
+_SANDBOX = re.compile(r"^sandbox [0-9a-z-]+: ")
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,7 +398,8 @@ class Session:
             try:
                 files = await tenancy.patiently(lambda: sandbox.download(paths, max_bytes=max_bytes))
             except SandboxFileError as error:
-                problem = _shown(error) or "a file cannot be taken"
+                # Without the sandbox's name, which is another one in each.
+                problem = _SANDBOX.sub("", _shown(error)) or "a file cannot be taken"
             except SandboxGoneError as gone:
                 if gone.cause is not GoneCause.OOM:
                     raise lost(gone) from None
