@@ -199,11 +199,8 @@ class _Bench:
         """
         while True:
             result = await self._attempt(files, request)
-            if result is None:
-                continue  # in a fresh one
-            if result.status is ExecStatus.OOM:
-                await self.close()
-            return result
+            if result is not None:
+                return result
 
     async def close(self) -> None:
         """Let go of the sandbox; a lease ends what cannot be told so."""

@@ -92,7 +92,7 @@ def test_the_share_of_passed_tests_is_the_score(grader: Grader) -> None:
         ({"argv": ["no-such-program"]}, False),
         ({"argv": ["cat", "data/in.txt"], "files": {"data/in.txt": "7"}, "stdout": "7"}, True),
         ({"argv": ["cat", "solve.py"], "files": {"solve.py": "7"}, "stdout": "7"}, True),
-        ({"argv": ["sh", "-c", "yes | head -c 200000"], "any_exit": True, "stdout": "y\n" * 100_000}, False),
+        ({"argv": ["sh", "-c", "yes | head -c 200000"], "any_exit": True, "stdout": "y\n" * 32_768}, False),
         ({"argv": ["sh", "-c", "ls -A; ls -A /tmp"], "stdout": "solve.py"}, True),
         ({"script": "import solve"}, False),
         ({"script": "assert 1 + 1 == 2"}, True),
@@ -124,12 +124,14 @@ for top in ("/workspace", "/tmp", "/home", "/proc", "/dev/shm", "/run", "/var", 
 print(*sorted({word for text in texts for word in re.findall("beef[0-9a-f]{28}", text)}))
 """
     run = {"argv": RUN, "stdin": given, "stdout": given, "timeout_s": 30.0}
-    score = judged(grader, {"solve.py": seek}, run, {"argv": ["true"], "stdout": secret}, run | {"stdout": secret})
+    score = judged(
+        grader, {"solve.py": seek}, run, {"argv": ["true"], "stdout": secret}, run | {"stdin": "", "stdout": secret}
+    )
     assert value(score) == pytest.approx(1 / 3), "it finds what it is given and no more"
 
 
 def test_a_deadline_fails_its_test_alone(grader: Grader) -> None:
-    slow = {"argv": ["sleep", "60"], "timeout_s": 0.3}
+    slow = {"argv": ["sleep", "3"], "timeout_s": 0.3}
     assert judged(grader, ECHO, slow, {"argv": RUN, "stdin": "1", "stdout": "2"}).value == 0.5  # type: ignore[union-attr]
     score = judged(grader, ECHO, slow)
     assert score == Score(value=0.0, reason=ScoreReason.TIMEOUT)
