@@ -1,18 +1,32 @@
 """What answers the policy's turns, as the engine sees it: records and a protocol.
 
     engine --durable turn that calls--> begin ... collect --Observation--> engine: OBSERVE in the log, the next turn
+    engine --durable end of a completion--> end ... results --Ending--> replica: the completion with what it submits
 
-Here: the contract. Not here: tools in a sandbox (tool_environment.py).
+Here: the contract. Not here: tools in a sandbox (tool_environment.py), completions that keep one (agent_sessions.py).
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from rollforward.model.messages import ReasoningEffort
 from rollforward.rollout.types import ArrayRecord, FailureType, Int32Array, Request, RequestId
+from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
+
+
+class SandboxUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What completions of a task do with the sandbox that each of them keeps."""
+
+    submission: tuple[str, ...] = ()
+    """Files that are taken out at the end."""
+    max_submission_bytes: int = 1 << 20
+    """What they may have together."""
+    max_tool_s: float | None = None
+    """Seconds that all calls of a completion may take; None: any."""
 
 
 class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +38,11 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
     """Of the task's prompts; says where a turn's reasoning ends."""
     max_observation_tokens: int
     """Tokens that the answer to one turn may have; its requests say the same."""
+    max_calls_per_turn: int = 16
+    """Calls that one turn may have; of a turn with more none is made."""
+    sandbox: SandboxUse | None = None
+    """Where a completion keeps a sandbox from its first call to its last; None where every call is a process of its
+    own."""
 
 
 class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +54,9 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """By the task's name; at least one."""
     sandbox: SandboxConfig
     """Where the tools run."""
+    agents: Any = None
+    """An `AgentsAccess` (agents.py): who holds the sandboxes of completions, where a task's keep one. It crosses
+    processes."""
 
 
 class Observation(ArrayRecord, frozen=True, kw_only=True, eq=False):
@@ -62,6 +84,46 @@ def failed_observation(identity: RequestId, detail: str) -> Observation:
     return Observation(id=identity, token_ids=np.zeros(0, np.int32), failure=FailureType.INFRA, detail=detail)
 
 
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left when a completion that kept a sandbox has ended."""
+
+    id: RequestId
+    """Its request."""
+    submission: Submission | None = None
+    """What it leaves; None where the platform failed."""
+    failure: FailureType | None = None
+    """`infra` where the platform failed, `timeout` where the time of its tools was used up."""
+    detail: str = ""
+    """What failed, for a person."""
+
+
+class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What completions did with their sandboxes, as far as this process answered them; under `sandbox/` in the log."""
+
+    opened: int = 0
+    """Completions that came to use a sandbox, or came back to theirs."""
+    created: int = 0
+    """Sandboxes that were made for those that ended."""
+    asked_again: int = 0
+    """Questions about sandboxes of those that ended that nobody had answered at first."""
+    calls: int = 0
+    """Calls that ran."""
+    replayed: int = 0
+    """Calls that the command log answered."""
+    call_s: float = 0.0
+    """Seconds that calls took, summed."""
+    call_max_s: float = 0.0
+    """The longest of them."""
+    unknown: int = 0
+    """Completions that failed because nobody knows whether a command of theirs ran."""
+    failed: int = 0
+    """Completions that failed because the platform did, the unknown ones among them."""
+    timeouts: int = 0
+    """Completions that used up the time of their tools."""
+    injected: int = 0
+    """Sandboxes that were killed for a drill."""
+
+
 class Environment(Protocol):
     """Answers turns. Used by one engine from one thread, but for ``wake``; a request has at most one answer
     outstanding."""
@@ -75,7 +137,16 @@ class Environment(Protocol):
         """
         ...
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
+    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
+        """Take note that a request with ``tools`` goes on which an earlier life began, so that what it left is held.
+        Returns at once.
+
+        Args:
+            request, turn, attempt: as in ``begin``.
+        """
+        ...
+
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
         """Start to answer a turn that ``is_call``; ``collect`` brings the answer.
 
         A call leaves the replica, so it is a publication (P1): the engine asks only when the turn's end of sequence is
@@ -84,7 +155,32 @@ class Environment(Protocol):
         Args:
             request, turn_ids: as in ``is_call``.
             turn: number of the turn, from 1. After a restart the same turn may be asked again with the same tokens.
+            attempt: of the request; grows where it was begun again because an earlier one failed or was damaged.
         """
+        ...
+
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+        """Take note that a request with ``tools`` has ended, however; returns at once. What its last turn calls though
+        it is no call for the engine runs now, what it submits is taken, its sandbox is given back.
+
+        It is a publication like ``begin``. Asked again in another life, it gives the same ``results``.
+
+        Args:
+            request, turn, attempt: as in ``begin``.
+            turn_ids: of the last turn, with or without an end of sequence.
+        """
+        ...
+
+    def results(self, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
+        """Wait for the ends of these requests; those that kept no sandbox have none. Each is told once.
+
+        Raises:
+            PausedError: the environment was closed meanwhile; a successor finds the same.
+        """
+        ...
+
+    def counts(self) -> SandboxCounts:
+        """Return what was done so far. From any thread."""
         ...
 
     def collect(self, *, block: bool) -> list[Observation]:
@@ -102,5 +198,6 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is still running; nothing may be asked afterwards. Safe to call twice."""
+        """End what is still running, or leave it to a successor; nothing may be asked afterwards. Safe to call
+        twice."""
         ...

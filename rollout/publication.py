@@ -4,7 +4,9 @@ set nothing of this is made.
 Tokens leave in two places: a turn that is handed to the environment, and a completion that is returned.
 """
 
-from rollforward.rollout.environment import Environment, Observation
+from collections.abc import Sequence
+
+from rollforward.rollout.environment import Ending, Environment, Observation, SandboxCounts
 from rollforward.rollout.ledger import LedgerClient, Report
 from rollforward.rollout.types import Completion, Int32Array, Request, RequestId
 from rollforward.rollout.wal_recovery import RecoveredLog
@@ -49,6 +51,11 @@ class Publication:
         self._turn_ends[request.id, turn] = start + turn_ids.size
         self._report(request.id, start, turn_ids.tobytes(), None)
 
+    def last_turn(self, request: Request, turn_ids: Int32Array, turn: int) -> None:
+        """Report the turn with which a request ended, unless it was handed over to be answered before."""
+        if turn_ids.size and (request.id, turn) not in self._turn_ends:
+            self.turn(request, turn_ids, turn)
+
     def close(self) -> None:
         """End the connection."""
         self._client.close()
@@ -86,9 +93,22 @@ class _Watched:
     def is_call(self, request: Request, turn_ids: Int32Array) -> bool:
         return self._environment.is_call(request, turn_ids)
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
+    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
+        self._environment.resume(request, turn=turn, attempt=attempt)
+
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
         self._publication.turn(request, turn_ids, turn)
-        self._environment.begin(request, turn_ids, turn=turn)
+        self._environment.begin(request, turn_ids, turn=turn, attempt=attempt)
+
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+        self._publication.last_turn(request, turn_ids, turn)
+        self._environment.end(request, turn_ids, turn=turn, attempt=attempt)
+
+    def results(self, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
+        return self._environment.results(identities)
+
+    def counts(self) -> SandboxCounts:
+        return self._environment.counts()
 
     def collect(self, *, block: bool) -> list[Observation]:
         return self._environment.collect(block=block)

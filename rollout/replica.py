@@ -22,11 +22,13 @@ from rollforward.model.checkpoint import iter_checkpoint
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ModelError
 from rollforward.model.train_config import Precision
+from rollforward.rollout.agent_sessions import AgentSettings
+from rollforward.rollout.agents import AgentsAccess
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.kv_store import KvStats, KvStore
 from rollforward.rollout.engine.local import LocalEngine
-from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.environment import Ending, EnvironmentConfig, SandboxCounts
 from rollforward.rollout.errors import EngineError, WeightsError
 from rollforward.rollout.interruptions import Interruption, find_interruptions
 from rollforward.rollout.publication import Publication
@@ -89,6 +91,8 @@ class EarlierStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of what they took from the log."""
     saved: KvStats
     """Of the key-values that they saved."""
+    sandbox: SandboxCounts = SandboxCounts()
+    """Of what completions did in sandboxes."""
 
 
 class LogStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +109,8 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of what an earlier process had logged."""
     saved: KvStats = KvStats()
     """Counters of the key-values that it saved."""
+    sandbox: SandboxCounts = SandboxCounts()
+    """Counters of what its completions did in sandboxes of their own."""
     earlier: EarlierStats | None = None
     """The same counters of the processes before this one in the run; None where it is the first. Whoever supervises
     them knows."""
@@ -119,11 +125,12 @@ class LogStats(msgspec.Struct, frozen=True, kw_only=True):
 def with_life(earlier: EarlierStats | None, life: LogStats) -> EarlierStats:
     """Return what a replica's processes counted, one more of them included: the last that it told."""
     if earlier is None:
-        return EarlierStats(written=life.written, resumed=life.resumed, saved=life.saved)
+        return EarlierStats(written=life.written, resumed=life.resumed, saved=life.saved, sandbox=life.sandbox)
     return EarlierStats(
         written=_added(earlier.written, life.written),
         resumed=_added(earlier.resumed, life.resumed),
         saved=_added(earlier.saved, life.saved),
+        sandbox=_added(earlier.sandbox, life.sandbox),
     )
 
 
@@ -134,6 +141,19 @@ def _added(one: _Record, other: _Record) -> _Record:
             name: max(value, getattr(other, name)) if name.endswith("_max_s") else value + getattr(other, name)
             for name, value in msgspec.structs.asdict(one).items()
         },
+    )
+
+
+def _ended(completion: Completion, ending: Ending | None) -> Completion:
+    """The completion with what it submits. A sandbox that the platform lost at the end makes it one that says nothing
+    about the policy, like one that was lost on the way."""
+    if ending is None or (completion.failure is not None and completion.failure.is_excluded):
+        return completion
+    return msgspec.structs.replace(
+        completion,
+        submission=ending.submission,
+        failure=ending.failure or completion.failure,
+        detail=ending.detail or completion.detail,
     )
 
 
@@ -200,7 +220,7 @@ class Replica:
         self._load_s = 0.0
         self._generating = threading.Lock()
         with ExitStack() as opened:
-            answering = None if environment is None else build_environment(environment)
+            answering = None if environment is None else build_environment(environment, owner=name)
             if answering is not None:
                 opened.callback(answering.close)
             self._log, recovered = open_log(log_directory, stream=name, config=config.wal, takeover=True)
@@ -214,6 +234,11 @@ class Replica:
                 self._publication = Publication(config.ledger, scope=scope, life=life, recovered=recovered)
                 opened.callback(self._publication.close)
                 answering = self._publication.watch(answering)
+            self._environment = answering
+            self._agent_settings: AgentSettings | None = None
+            if environment is not None and environment.agents is not None:
+                access: AgentsAccess = environment.agents
+                self._agent_settings = access.settings
             self._kv_store = KvStore(
                 log_directory.with_name(log_directory.name + _KV_SUFFIX),
                 model_config,
@@ -268,6 +293,9 @@ class Replica:
         self._step = max((request.id.step for request in requests), default=self._step)
         with self._generating:
             completions = self._engine.generate(requests)
+        if self._environment is not None:
+            endings = self._environment.results([completion.id for completion in completions])
+            completions = [_ended(completion, endings.get(completion.id)) for completion in completions]
         return completions if self._publication is None else self._publication.completions(completions)
 
     def log_problems(self) -> tuple[Problem, ...]:
@@ -282,11 +310,14 @@ class Replica:
             written=self._log.stats(),
             resumed=self._engine.resume_stats(),
             saved=self._kv_store.stats,
+            sandbox=SandboxCounts() if self._environment is None else self._environment.counts(),
             interruptions=tuple(one for one in self._interruptions if one.id.step >= self._step),
         )
 
     def retire(self, before_step: int) -> Retirement:
-        """Let the log forget what a durable checkpoint covers. See ``WalWriter.retire``."""
+        """Let the log, and the logs of commands, forget what a durable checkpoint covers. See ``WalWriter.retire``."""
+        if self._agent_settings is not None:
+            self._agent_settings.retire(before_step)
         return self._log.retire(before_step)
 
     def drain(self, deadline_s: float) -> LogStats:

@@ -7,7 +7,7 @@ One step of the loop:
                             |                  end of a turn that calls a tool, once durable: environment.begin
                             +-- log.append_observe <-- environment.collect --+
                                                                              |
-                                                     finished --log.append_close--> delivered once durable
+                                       finished --log.append_close--> once durable: environment.end, delivered
 
 A step computes the next token of all that decode and chunks of those that prefill. A sequence keeps its cache while a
 tool works for it unless others need the memory, and only when no sequence can run does the engine wait for a tool. Who
@@ -100,6 +100,7 @@ class LocalEngine:
         self._last_seq = -1  # of the newest record appended
         self._closed: list[Sequence] = []
         self._calling: list[tuple[int, Sequence]] = []  # seq that ends the turn in the log, whose turn calls
+        self._ending: list[Sequence] = []  # closed, but the environment was not told
 
     @property
     def policy_version(self) -> int | None:
@@ -221,21 +222,27 @@ class LocalEngine:
         done: dict[RequestId, Completion] = {}
         for request in requests:
             taken = self._logged.take(request, version)
-            if isinstance(taken, Sequence):
-                self._scheduler.enqueue(taken)
-            else:
+            if isinstance(taken, Completion):
                 done[request.id] = taken
+            elif taken.stop_reason is not None:
+                done[request.id] = taken.completion()
+                self._end(taken)
+            else:
+                self._resume(taken)
+                self._scheduler.enqueue(taken)
         self._closed = []
         while self._scheduler.has_work:
             self._stop_if_paused()
             self._admit()
             self._begin_calls()
+            self._tell_ends()
             self._observe()
             self._step(version)
             if self._checks_integrity:
                 self.check_integrity()
         if self._closed:
             self._log.wait_durable(max(sequence.close_seq for sequence in self._closed))
+        self._tell_ends()
         done |= {sequence.request.id: sequence.completion() for sequence in self._closed}
         self._is_generating = False
         return [done[request.id] for request in requests]
@@ -395,8 +402,26 @@ class LocalEngine:
         assert self._environment is not None, "_after_draw asks it what calls"
         self._log.wait_durable(max(seq for seq, _ in self._calling))
         for _, sequence in self._calling:
-            self._environment.begin(sequence.request, sequence.turn_ids, turn=sequence.turn)
+            self._environment.begin(sequence.request, sequence.turn_ids, turn=sequence.turn, attempt=sequence.attempt)
         self._calling = []
+
+    def _tell_ends(self) -> None:
+        """Let the environment end what has ended and is durable by now; like a call it is a publication. Nobody waits
+        for it."""
+        durable_seq = self._log.durable_seq if self._ending else -1
+        for sequence in self._ending:
+            if sequence.close_seq <= durable_seq:
+                self._end(sequence)
+        self._ending = [sequence for sequence in self._ending if sequence.close_seq > durable_seq]
+
+    def _end(self, sequence: Sequence) -> None:
+        if self._environment is not None and sequence.request.tools is not None:
+            self._environment.end(sequence.request, sequence.turn_ids, turn=sequence.turn, attempt=sequence.attempt)
+
+    def _resume(self, sequence: Sequence) -> None:
+        """What an earlier process left for a request that goes on may not wait until its next call."""
+        if self._environment is not None and sequence.observed:
+            self._environment.resume(sequence.request, turn=sequence.turn, attempt=sequence.attempt)
 
     def _close(self, sequence: Sequence, stop_reason: StopReason) -> None:
         sequence.stop_reason = stop_reason
@@ -405,6 +430,8 @@ class LocalEngine:
         )
         self._scheduler.close(sequence)
         self._closed.append(sequence)
+        if sequence.request.tools is not None:
+            self._ending.append(sequence)
         if self._kv_store is not None:
             self._kv_store.discard(sequence.request.id)
 

@@ -88,7 +88,8 @@ class LoggedRequests:
             )
 
     def take(self, request: Request, policy_version: int) -> Completion | Sequence:
-        """Return the completion of a request that is over, or the state from which it goes on."""
+        """Return the state of a request, from which it goes on or, with a ``stop_reason``, in which it ended; the
+        completion of one that is given up."""
         held = self._held.pop(request.id, None)
         if self._failed.pop(request.id, None) is not None:
             return self._begin_again(request, held, policy_version)
@@ -104,7 +105,7 @@ class LoggedRequests:
         self._forget(request.id)
         self._count(answered=1, tokens=sequence.num_sampled)
         sequence.stop_reason, sequence.failure = held.close.stop_reason, held.close.failure
-        return sequence.completion()
+        return sequence
 
     def restore(self, sequence: Sequence, weights: Callable[[], WeightsId]) -> KvState | None:
         """Return the saved key-values from which a sequence goes on, or None where it is to be prefilled.

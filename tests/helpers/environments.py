@@ -2,11 +2,11 @@
 
 import hashlib
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rollforward.rollout.environment import Observation, failed_observation
+from rollforward.rollout.environment import Ending, Observation, SandboxCounts, failed_observation
 from rollforward.rollout.types import Int32Array, Request, RequestId
 
 
@@ -25,12 +25,25 @@ class ScriptedEnvironment:
         self._broken = broken
         self._pending: list[Observation] = []
         self.begun: list[tuple[RequestId, int]] = []
+        self.ended: list[tuple[RequestId, int]] = []
         self.num_waits = 0
 
     def is_call(self, request: Request, turn_ids: Int32Array) -> bool:
         return _digest(turn_ids)[0] % 4 != 0
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
+    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
+        """Nothing is left by an earlier life."""
+
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+        self.ended.append((request.id, turn))
+
+    def results(self, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
+        return {}
+
+    def counts(self) -> SandboxCounts:
+        return SandboxCounts()
+
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
         assert self.is_call(request, turn_ids)
         assert all(waiting.id != request.id for waiting in self._pending)
         self.begun.append((request.id, turn))

@@ -342,7 +342,7 @@ def test_a_replica_whose_requests_all_wait_for_a_slow_tool_hands_over(
     slow = (ToolConfig(name="calculator", file=str(tmp_path / "slow.py"), timeout_s=900),)
     task = TaskTools(tools=slow, max_observation_tokens=64)
 
-    def build(_: EnvironmentConfig) -> ToolEnvironment:
+    def build(_: EnvironmentConfig, *, owner: str) -> ToolEnvironment:
         runner = FunctionSandbox(SandboxConfig(workers=2), slow)
         return _Waiting(_CallingEncoding(encoding().tokenizer), {"maths": task}, {slow: runner})
 

@@ -185,10 +185,10 @@ class _WatchedEnvironment(ScriptedEnvironment):
 
         log.append_step, log.wait_durable = append, wait  # type: ignore[method-assign]
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
         assert self._log.durable_seq >= self.newest_step
         self.steps_that_call.add(self.newest_step)
-        super().begin(request, turn_ids, turn=turn)
+        super().begin(request, turn_ids, turn=turn, attempt=attempt)
 
 
 def test_a_call_begins_when_its_turn_is_durable_and_the_callers_of_a_step_wait_once(

@@ -1,0 +1,342 @@
+"""The sandboxes of completions that keep one, from the first call to what is submitted.
+
+    AgentTurn --in order, key t{turn}c{index}--> Session.call --> TurnAnswer
+    AgentTurn of the last turn --> its calls, Session.collect, Session.close --> Ending
+
+Everything here may be asked again, by the same process or a successor, with the same turn: a session answers from its
+command log what ran, and an outcome that nobody knows fails the completion as infra. What a completion had used of its
+time is read there too, so that a successor decides as the first would have.
+
+Here: which session a completion has, its order and its bounds. Not here: threads (agents.py), tokens
+(tool_environment.py), the log of commands (sandbox/session.py), who isolates (sandbox/container.py).
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import posixpath
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rollforward.rollout.agent_retention import retire_commands
+from rollforward.rollout.environment import Ending, SandboxCounts, SandboxUse, TaskTools
+from rollforward.rollout.types import FailureType, RequestId
+from rollforward.rollout.workspace import Submission, Workspace
+from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.command_log import LogView, log_path, read_log
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.session import Session, SessionResult
+from rollforward.sandbox.types import Call, CallResult, CallStatus, SandboxSpec
+
+_HOME: Final = "/workspace"
+_CLOSING_S: Final = 5.0
+"""What giving back may take when the process ends; after it the leases do it."""
+_FIRST_COMMANDS: Final = 2
+"""A drill strikes at one of so many commands."""
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process needs to hold sandboxes of a run. It crosses processes."""
+
+    run_dir: str
+    """Of the run: command logs lie there, and its path tells its sandboxes from those of other runs."""
+    tasks: dict[str, TaskTools]
+    """Tasks whose completions keep a sandbox, by name."""
+    container: ContainerConfig
+    """Limits and patience."""
+    transports: tuple[Any, ...]
+    """`Transport`s to the supervisors, in the same order everywhere."""
+    sync: bool = True
+    """Whether command logs survive a power cut."""
+
+    def retire(self, before_step: int) -> None:
+        """Remove command logs of earlier steps, the oldest first, as far as they are larger than they may be."""
+        retire_commands(Path(self.run_dir), before_step, keep_bytes=self.container.keep_log_bytes)
+
+
+class AgentTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked about one turn of one completion."""
+
+    id: RequestId
+    """The completion's request."""
+    task: str
+    """Its task."""
+    seed: int
+    """Of the request."""
+    attempt: int
+    """Of the request."""
+    turn: int
+    """Number of the turn, from 1."""
+    workspace: Workspace
+    """What the sandbox begins with."""
+    calls: tuple[Call, ...]
+    """Checked calls, in order."""
+
+
+class TurnAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How the calls of a turn ended."""
+
+    results: tuple[CallResult, ...]
+    """One for each call; after one that is INFRA there is no other."""
+    position: int
+    """Position in the command log that they rest on."""
+
+
+@dataclass(eq=False)
+class _Agent:
+    """One completion with its session."""
+
+    session: Session
+    seconds: dict[tuple[int, int], float]
+    """Of commands that ended, by turn and index."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    ending: Ending | None = None
+
+    def used_s(self, turn: int, index: int) -> float:
+        """Time of the commands before one."""
+        return sum(seconds for place, seconds in self.seconds.items() if place < (turn, index))
+
+
+class AgentSessions:
+    """Sandboxes of completions. One event loop."""
+
+    def __init__(self, settings: AgentSettings, *, owner: str) -> None:
+        """Keep what is needed; nothing is asked yet.
+
+        Args:
+            settings: of the run.
+            owner: who holds the sandboxes, for people; a successor has the same name.
+        """
+        self._settings = settings
+        self._client = SandboxClient(settings.transports, settings.container, owner=owner)
+        self._run = hashlib.blake2b(settings.run_dir.encode(), digest_size=4).hexdigest()
+        self._agents: dict[RequestId, _Agent] = {}
+        self._opening: dict[RequestId, asyncio.Lock] = {}
+        self._asked: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self.counts = SandboxCounts()
+        """What was done so far."""
+
+    async def resume(self, turn: AgentTurn) -> None:
+        """Hold what an earlier process left of a completion, so that its lease does not run out."""
+        with self._being_asked():
+            if _newest(self._logs(turn)) is not None:
+                await self._agent(turn)
+
+    async def answer(self, turn: AgentTurn) -> TurnAnswer:
+        """Run the calls of a turn in order, each once over all lives of the completion."""
+        with self._being_asked():
+            agent = await self._agent(turn)
+            async with agent.lock:
+                return await self._run_calls(agent, turn)
+
+    async def finish(self, turn: AgentTurn) -> Ending:
+        """Run the calls of the last turn if there are some, take what is submitted, and give the sandbox back.
+
+        The sandbox ends behind the answer. A completion that never called anything needs none: what it submits lies in
+        its workspace.
+        """
+        use = self._use(turn.task)
+        if turn.id not in self._agents and not turn.calls and _newest(self._logs(turn)) is None:
+            untouched = _untouched(turn.workspace, use.submission)
+            if untouched is not None:
+                return Ending(id=turn.id, submission=untouched)
+        with self._being_asked():
+            agent = await self._agent(turn)
+            async with agent.lock:
+                if agent.ending is None:
+                    agent.ending = await self._end(agent, turn, use)
+                    closing = asyncio.create_task(self._close(turn.id, agent))
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                return agent.ending
+
+    async def close(self) -> None:
+        """Leave sandboxes to their leases and logs to a successor. Nothing may be asked afterwards; a command that runs
+        goes on, and its result waits for who asks again."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_CLOSING_S)
+        cut_off = [*self._asked, *self._closing]
+        for task in cut_off:
+            task.cancel()
+        await asyncio.gather(*cut_off, return_exceptions=True)
+        await asyncio.gather(*(agent.session.detach() for agent in self._agents.values()), return_exceptions=True)
+        await self._client.close()
+
+    @contextlib.contextmanager
+    def _being_asked(self) -> Generator[None]:
+        """While it is open, `close` cuts the task off."""
+        task = asyncio.current_task()
+        assert task is not None, "asked on the event loop"
+        self._asked.add(task)
+        try:
+            yield
+        finally:
+            self._asked.discard(task)
+
+    def _use(self, task: str) -> SandboxUse:
+        use = self._settings.tasks[task].sandbox
+        assert use is not None, "only completions of tasks that keep a sandbox are asked about"
+        return use
+
+    async def _end(self, agent: _Agent, turn: AgentTurn, use: SandboxUse) -> Ending:
+        answer = await self._run_calls(agent, turn)
+        if answer.results and answer.results[-1].status is CallStatus.INFRA:
+            return Ending(id=turn.id, failure=FailureType.INFRA, detail=answer.results[-1].detail)
+        collected = await agent.session.collect(use.submission, max_bytes=use.max_submission_bytes)
+        if collected.failure:
+            self._count(failed=1)
+            return Ending(id=turn.id, failure=FailureType.INFRA, detail=collected.failure)
+        has_time = use.max_tool_s is None or sum(agent.seconds.values()) < use.max_tool_s
+        if not has_time:
+            self._count(timeouts=1)
+        return Ending(
+            id=turn.id,
+            submission=Submission(files=collected.files, problem=collected.problem),
+            failure=None if has_time else FailureType.TIMEOUT,
+            detail="" if has_time else f"its tools took {use.max_tool_s:g} s (max_tool_s)",
+        )
+
+    async def _run_calls(self, agent: _Agent, turn: AgentTurn) -> TurnAnswer:
+        use = self._use(turn.task)
+        results: list[CallResult] = []
+        position = agent.session.position
+        for index, call in enumerate(turn.calls):
+            if use.max_tool_s is not None and agent.used_s(turn.turn, index) >= use.max_tool_s:
+                text = f"the {use.max_tool_s:g} s that tools may take are used up; end with what you have"
+                results.append(CallResult(status=CallStatus.ERROR, text=text))
+                continue
+            told = await agent.session.call(f"t{turn.turn}c{index}", call)
+            results.append(told.result)
+            position = told.position
+            if told.result.status is CallStatus.INFRA:
+                self._count(failed=1, unknown=int(told.result.detail.startswith("unknown outcome")))
+                break
+            agent.seconds[turn.turn, index] = told.result.seconds
+            self._count_call(told)
+        return TurnAnswer(results=tuple(results), position=position)
+
+    async def _agent(self, turn: AgentTurn) -> _Agent:
+        """The completion's session; opened where this process has none."""
+        async with self._opening.setdefault(turn.id, asyncio.Lock()):
+            agent = self._agents.get(turn.id)
+            if agent is None:
+                agent = self._agents[turn.id] = await self._open(turn)
+                self._count(opened=1)
+        return agent
+
+    async def _open(self, turn: AgentTurn) -> _Agent:
+        logs = self._logs(turn)
+        found = _newest(logs)
+        place = turn.attempt if found is None else found
+        seconds: dict[tuple[int, int], float] = {}
+        if found is not None:
+            view = await asyncio.to_thread(read_log, logs[found])
+            if found < turn.attempt and (view.damage or view.history.failure):
+                place = turn.attempt  # begun again because that one failed: in a new sandbox
+            else:
+                seconds = _logged_seconds(view)
+        tools = self._settings.tasks[turn.task].tools
+        session = await Session.open(
+            self._client,
+            log_path=logs[place],
+            sandbox_id=f"{self._run}-{logs[place].stem}",
+            spec=SandboxSpec(
+                image=turn.workspace.image,
+                limits=self._settings.container.limits,
+                tools=tools,
+                labels={"run": self._settings.run_dir, "task": turn.task, "trajectory": str(turn.id)},
+            ),
+            files=turn.workspace.files,
+            config=self._settings.container,
+            sync=self._settings.sync,
+            saboteur=self._saboteur(turn.seed),
+        )
+        return _Agent(session, seconds)
+
+    def _logs(self, turn: AgentTurn) -> list[Path]:
+        """Where the commands of each attempt up to this one are logged."""
+        first = log_path(Path(self._settings.run_dir), str(turn.id))
+        return [first, *(first.with_name(f"{first.stem}-a{attempt}.log") for attempt in range(1, turn.attempt + 1))]
+
+    async def _close(self, identity: RequestId, agent: _Agent) -> None:
+        await agent.session.close()
+        session = agent.session
+        self._count(created=session.num_created, asked_again=session.num_asked_again)
+        if self._agents.get(identity) is agent:
+            del self._agents[identity]
+        self._opening.pop(identity, None)
+
+    def _saboteur(self, seed: int) -> "_Saboteur | None":
+        share = self._settings.container.inject_failures
+        if share <= 0:
+            return None
+        digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=9, person=b"inject failures").digest()
+        if int.from_bytes(digest[:8], "little") >= share * 2**64:
+            return None
+        return _Saboteur(self, digest[8] % _FIRST_COMMANDS)
+
+    def injected(self) -> None:
+        """A drill has killed a sandbox."""
+        self._count(injected=1)
+
+    def _count_call(self, told: SessionResult) -> None:
+        if told.is_replayed:
+            self._count(replayed=1)
+            return
+        seconds = told.result.seconds
+        self._count(calls=1, call_s=seconds)
+        self.counts = msgspec.structs.replace(self.counts, call_max_s=max(self.counts.call_max_s, seconds))
+
+    def _count(self, **more: float) -> None:
+        counts = self.counts
+        self.counts = msgspec.structs.replace(counts, **{name: getattr(counts, name) + n for name, n in more.items()})
+
+
+class _Saboteur:
+    """Kills the sandbox of a completion at one of its commands; the rest of the way it is a loss like any other."""
+
+    def __init__(self, sessions: AgentSessions, num_spared: int) -> None:
+        self._sessions = sessions
+        self._num_spared = num_spared
+        self._seen: set[str] = set()
+
+    async def __call__(self, key: str, sandbox: Sandbox) -> None:
+        """See ``Saboteur``."""
+        self._seen.add(key)
+        if len(self._seen) == self._num_spared + 1:
+            self._sessions.injected()
+            await sandbox.close()
+
+
+def _newest(logs: Sequence[Path]) -> int | None:
+    """The last attempt that has a log."""
+    return max((attempt for attempt, path in enumerate(logs) if path.exists()), default=None)
+
+
+def _logged_seconds(view: LogView) -> dict[tuple[int, int], float]:
+    """Time of the commands that a log has results of."""
+    seconds: dict[tuple[int, int], float] = {}
+    for key, command in view.history.commands.items():
+        if command.end is not None:
+            turn, _, index = key.removeprefix("t").partition("c")
+            with contextlib.suppress(ValueError):
+                seconds[int(turn), int(index)] = command.end.seconds
+    return seconds
+
+
+def _untouched(workspace: Workspace, paths: Sequence[str]) -> Submission | None:
+    """What a sandbox would hold in which nothing ran; None where its image may have something at a path."""
+    files = {_absolute(path): data for path, data in workspace.files.items()}
+    found = {path: files.get(_absolute(path)) for path in paths}
+    if any(data is None and not _absolute(path).startswith(f"{_HOME}/") for path, data in found.items()):
+        return None
+    return Submission(files={path: data for path, data in found.items() if data is not None})
+
+
+def _absolute(path: str) -> str:
+    return posixpath.normpath(posixpath.join(_HOME, path))
