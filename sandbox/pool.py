@@ -9,13 +9,13 @@ gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what i
 """
 
 import asyncio
+import contextlib
 import secrets
-import sys
 import time
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -31,12 +31,11 @@ from rollforward.sandbox.errors import (
     SandboxIdentityError,
     SandboxUnavailableError,
 )
+from rollforward.sandbox.graves import Graves, was_closed
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
 from rollforward.sandbox.room import Room
 from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec
 
-_MAX_REMEMBERED: Final = 16384
-"""Sandboxes that are gone and whose cause is known; of older ones nobody knows."""
 _MAKERS: Final = 8
 """Sandboxes that are made at one time."""
 _ENDERS: Final = 16
@@ -67,6 +66,8 @@ class _Making:
     task: "asyncio.Task[Box] | None" = None
     num_waiting: int = 0
     has_room: bool = False
+    is_unwanted: bool = False
+    """It was closed before it was made."""
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Pool:
         self._refilling: asyncio.Task[None] | None = None
         self._ending: set[Box] = set()
         self._stuck: set[Box] = set()
-        self._gone: OrderedDict[str, tuple[str, GoneCause]] = OrderedDict()
+        self._gone = Graves()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts = _Counts()
         self._is_closed = False
@@ -151,11 +152,14 @@ class Pool:
         making.num_waiting += 1
         try:
             return await asyncio.shield(making.task)
+        except asyncio.CancelledError:
+            if making.is_unwanted and making.task.cancelled():
+                raise was_closed(sandbox_id) from None
+            raise
         finally:
             making.num_waiting -= 1
-            if making.num_waiting == 0 and not making.has_room and not making.task.done():
-                self._forget(sandbox_id, making)  # whoever asks from here on asks anew
-                making.task.cancel()
+            if making.num_waiting == 0:
+                self._give_up(sandbox_id, making)
 
     def adopt(self, sandbox_id: str, owner: str) -> Box:
         """Give the sandbox to another owner.
@@ -194,7 +198,12 @@ class Pool:
         return gone
 
     def close(self, sandbox_id: str, instance: str) -> None:
-        """End a sandbox; without an instance whichever has the identity. One that is gone is no error."""
+        """End a sandbox; without an instance whichever has the identity, made or still waited for. One that is gone is
+        no error."""
+        making = self._making.get(sandbox_id)
+        if making is not None and instance == "":
+            making.is_unwanted = True
+            self._give_up(sandbox_id, making)
         box = self._held.get(sandbox_id)
         if box is not None and instance in ("", box.record.instance):
             self._counts.closed += 1
@@ -295,10 +304,13 @@ class Pool:
             raise
         box.has_room, box.deadline = True, Deadline(self._config.lease_s)
         self._held[sandbox_id] = box
-        self._gone.pop(sandbox_id, None)
+        self._gone.forget(sandbox_id)
         self._counts.created += 1
         self._counts.create_s[bisect_left(CREATE_BOUNDS_S, time.monotonic() - start_s)] += 1
         self._want(making.spec)
+        if making.is_unwanted:
+            self.close(sandbox_id, record.instance)
+            raise was_closed(sandbox_id)
         return box
 
     async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: bytes | None) -> Box:
@@ -412,9 +424,7 @@ class Pool:
         """Nobody has it any more from here on."""
         sandbox_id = box.record.sandbox_id
         del self._held[sandbox_id]
-        self._gone[sandbox_id] = box.record.instance, cause
-        while len(self._gone) > _MAX_REMEMBERED:
-            self._gone.popitem(last=False)
+        self._gone.bury(sandbox_id, box.record.instance, cause)
         self._take_down(box)
 
     def _take_down(self, box: Box) -> None:
@@ -426,12 +436,11 @@ class Pool:
         try:
             async with self._enders:
                 await box.container.kill()
-        except (SandboxError, OSError) as error:
-            self._stuck.add(box)
-            print(f"sandbox {box.record.instance} does not end: {error}", file=sys.stderr, flush=True)  # noqa: T201
-            return
         finally:
             self._ending.discard(box)
+        if not all(_is_gone(Path(group)) for group in box.record.cgroups):
+            self._stuck.add(box)  # a process of it waits in the kernel for something, killed as it is
+            return
         self._book.remove(box.record.instance)
         if box.has_room:
             box.has_room = False
@@ -439,16 +448,13 @@ class Pool:
 
     def gone_error(self, sandbox_id: str, instance: str) -> SandboxGoneError:
         """Say why a sandbox is not there, as far as that is remembered."""
-        known, cause = self._gone.get(sandbox_id, ("", GoneCause.LOST))
-        if instance not in ("", known):
-            cause = GoneCause.LOST
-        why = {
-            GoneCause.CLOSED: "it was closed",
-            GoneCause.EXPIRED: "its lease ran out: its owner gave no sign of life (sandbox.container.lease_s)",
-            GoneCause.OOM: "its memory ran out and the kernel ended it",
-            GoneCause.LOST: "it died, or its supervisor did, or it never was here",
-        }
-        return SandboxGoneError(f"sandbox {sandbox_id} is gone: {why[cause]}", cause)
+        return self._gone.error(sandbox_id, instance)
+
+    def _give_up(self, sandbox_id: str, making: _Making) -> None:
+        """Stop waiting for room for it. One that has room is made to its end."""
+        if making.task is not None and not making.task.done() and not making.has_room:
+            self._forget(sandbox_id, making)  # whoever asks from here on asks anew
+            making.task.cancel()
 
     def _forget(self, sandbox_id: str, making: _Making) -> None:
         if self._making.get(sandbox_id) is making:
@@ -459,6 +465,12 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _is_gone(group: Path) -> bool:
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
 
 
 def _is_same(one: SandboxSpec, other: SandboxSpec) -> bool:

@@ -4,6 +4,8 @@ import asyncio
 import functools
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
@@ -17,7 +19,7 @@ from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.homes import Home, supervisor_id
 from rollforward.sandbox.launch import LocalTransport
-from rollforward.sandbox.types import ExecRequest, ExecResult
+from rollforward.sandbox.types import ExecRequest, ExecResult, PoolStats
 from tests.helpers.sandboxes import descendants, is_gone
 
 
@@ -44,7 +46,7 @@ class Stage:
 
     @property
     def home(self) -> Home:
-        return Home.of(self.name)
+        return Home(self.folder / f"rollforward-sandboxes-{os.geteuid()}" / self.name)
 
     def transport(self, **settings: Any) -> LocalTransport:
         return LocalTransport(self.name, config(**settings))
@@ -64,12 +66,15 @@ class Stage:
         assert pid is not None
         return pid
 
-    def guard(self) -> int:
-        return parent(self.supervisor())
+    def guard(self) -> int | None:
+        """None where it was killed: the supervisor is somebody else's child then."""
+        pid = parent(self.supervisor())
+        return pid if self.name in command(pid) else None
 
     def look(self) -> set[int]:
         """Remember which processes there are now: the guard and all below it."""
-        self.seen |= {self.guard(), *descendants(self.guard())}
+        pid, guard = self.supervisor(), self.guard()
+        self.seen |= {pid, *descendants(pid), *([] if guard is None else [guard])}
         return self.seen
 
     def left(self) -> list[str]:
@@ -79,8 +84,7 @@ class Stage:
         found += [f"group {path}" for path in groups(self.name)]
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
         found += [f"mount {line}" for line in mounts if self.name in line]
-        found += [f"file {path}" for path in self.folder.glob(f"rollforward-sandboxes-*/{self.name}/**/*")]
-        return found + [f"file {path}" for path in self.folder.glob(f"rollforward-sandboxes-*/{self.name}")]
+        return found + [f"file {path}/{names}" for path, *names in os.walk(self.home.path)]
 
     async def gone(self, within_s: float) -> None:
         """Wait until there is nothing left of it."""
@@ -100,6 +104,13 @@ class Stage:
         asyncio.run(self.gone(20.0))
 
 
+async def settled(client: SandboxClient) -> PoolStats:
+    """Counters when nothing is being made or ended."""
+    while (stats := await client.stats()).ending or stats.waiting:
+        await asyncio.sleep(0.02)
+    return stats
+
+
 def config(**settings: Any) -> ContainerConfig:
     return ContainerConfig(**({"warm": 0, "lease_s": 30.0, "create_timeout_s": 20.0} | settings))
 
@@ -110,6 +121,12 @@ async def sh(sandbox: Sandbox, script: str, *, key: str | None = None, wall_s: f
 
 def groups(label: str) -> list[Path]:
     return [path for parent_ in cgroups.find().parents() for path in parent_.glob(f"rollforward.{label}.*")]
+
+
+def mount_count() -> int:
+    """Mounts of this machine that are an overlay or belong to a sandbox."""
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    return sum(" - overlay " in line or "rollforward" in line for line in lines)
 
 
 def pids() -> list[int]:
@@ -125,3 +142,12 @@ def command(pid: int) -> str:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
+
+
+def owner_process(stage: Stage, owner: str, count: int, lease_s: float, mark: str = "1e6") -> "subprocess.Popen[str]":
+    """A process that makes sandboxes and prints their identities (owner_main.py); in a session of its own."""
+    program = Path(__file__).parent / "owner_main.py"
+    arguments = [stage.name, owner, str(count), str(lease_s), mark]
+    return subprocess.Popen(
+        [sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )

@@ -47,7 +47,8 @@ def name(request: pytest.FixtureRequest) -> str:
 class Cutting:
     """A transport whose connection is cut while the first questions of a kind are on their way."""
 
-    def __init__(self, inner: SocketTransport, operation: str, cuts: int, after_s: float = 0.3) -> None:
+    def __init__(self, inner: SocketTransport, operation: str, cuts: int, after_s: float | None = 0.3) -> None:
+        """Cut after that time, or when the answer is there but has not been handed on."""
         self._inner, self._operation, self._cuts, self._after_s = inner, operation, cuts, after_s
         self.asked: list[str] = []
 
@@ -57,6 +58,10 @@ class Cutting:
             return await self._inner.ask(operation, payload)
         self._cuts -= 1
         asking = asyncio.create_task(self._inner.ask(operation, payload))
+        if self._after_s is None:
+            await asking
+            await self._inner.close()
+            raise SandboxConnectionError("cut")
         await asyncio.sleep(self._after_s)
         await self._inner.close()
         return await asking
@@ -65,8 +70,10 @@ class Cutting:
         await self._inner.close()
 
 
-async def cutting(stage: Stage, operation: str, cuts: int) -> tuple[SandboxClient, Cutting]:
-    transport = Cutting(SocketTransport(await stage.up()), operation, cuts)
+async def cutting(
+    stage: Stage, operation: str, cuts: int, after_s: float | None = 0.3
+) -> tuple[SandboxClient, Cutting]:
+    transport = Cutting(SocketTransport(await stage.up()), operation, cuts, after_s)
     return SandboxClient([transport], config(), owner="test"), transport
 
 
@@ -209,7 +216,7 @@ async def test_a_command_without_a_key_is_not_asked_again(stage: Stage, name: st
 @pytest.mark.parametrize("operation", ["create", "upload", "download", "snapshot", "adopt", "close", "renew", "list"])
 @on_loop
 async def test_what_is_safe_is_asked_again(stage: Stage, name: str, operation: str) -> None:
-    client, transport = await cutting(stage, operation, 1)
+    client, transport = await cutting(stage, operation, 1, None)
     async with client:
         sandbox = await client.create(f"{name}-{operation}", SandboxSpec())
         await sandbox.upload({"file": b"bytes"})

@@ -1,0 +1,415 @@
+"""Proves: one supervisor a home; leases, room, warm sandboxes and counters keep their promises under real load.
+
+Does not prove: what is left after kills (test_supervisor_kills.py, tests/faults/test_sandbox_leaks.py).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.config import Limits, ToolConfig
+from rollforward.sandbox.errors import (
+    GoneCause,
+    SandboxBusyError,
+    SandboxConnectionError,
+    SandboxGoneError,
+    SandboxUnavailableError,
+)
+from rollforward.sandbox.homes import homes_root
+from rollforward.sandbox.room import Room
+from rollforward.sandbox.types import Call, ExecStatus, SandboxSpec
+from tests.helpers.sandboxes import descendants, is_gone, wait_for
+from tests.helpers.supervisors import Stage, command, groups, on_loop, pids, settled, sh
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    made = Stage(tmp_path, monkeypatch)
+    yield made
+    made.end()
+    assert made.left() == []
+    assert list(tmp_path.glob("rollforward-sandboxes-*")) == []
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """One supervisor for tests that leave it as they found it. Identities are the test's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = Stage(tmp_path_factory.mktemp("homes"), patch)
+        yield made
+        made.end()
+        assert made.left() == []
+
+
+async def created(client: SandboxClient, count: int, name: str = "s") -> list[Sandbox]:
+    return await asyncio.gather(*(client.create(f"{name}-{n}", SandboxSpec()) for n in range(count)))
+
+
+async def closed(*sandboxes: Sandbox) -> None:
+    await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+
+def fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@on_loop
+async def test_many_start_it_at_one_time_and_there_is_one(stage: Stage) -> None:
+    transports = [stage.transport() for _ in range(8)]
+    await asyncio.gather(*(transport.start() for transport in transports))
+    wait_for(lambda: {pid for pid in pids() if stage.name in command(pid)} == {stage.guard(), stage.supervisor()})
+    assert os.getsid(stage.supervisor()) != os.getsid(0)
+    await asyncio.gather(*(transport.close() for transport in transports))
+
+
+@on_loop
+async def test_what_a_dead_one_left_is_no_hindrance(stage: Stage) -> None:
+    home = stage.home
+    homes_root()
+    (home.path / "leases").mkdir(parents=True)
+    (home.path / "leases" / "torn").write_bytes(b"12345678\n{")
+    (home.path / "leases" / "directory").mkdir()
+    (home.path / "tools").symlink_to("/proc")
+    (home.path / "LOCK").write_text("1\n")
+    bind = ["python3", "-c", "import socket; socket.socket(socket.AF_UNIX).bind('socket')"]
+    subprocess.run(bind, cwd=home.path, check=True)
+    async with stage.client() as client:
+        (sandbox,) = await created(client, 1)
+        assert os.listdir(home.path / "leases") == [sandbox.instance]
+        assert (await sh(sandbox, "echo well")).text() == "well\n"
+
+
+@on_loop
+async def test_a_sandbox_lives_as_long_as_its_lease(shared: Stage) -> None:
+    async with shared.client(lease_s=1.0) as client, shared.client(lease_s=1.0) as watching:
+        before = await watching.stats()
+        kept, left = await created(client, 2, "lives")
+        client._let_go(left.id, left.instance, client._routes[0])  # its owner forgets it
+        end_s = time.monotonic() + 2.5
+        while time.monotonic() < end_s:
+            assert kept.id in {info.sandbox_id for info in await watching.list()}
+            await asyncio.sleep(0.1)
+        assert left.id not in {info.sandbox_id for info in await watching.list()}
+        with pytest.raises(SandboxGoneError, match="lease ran out") as caught:
+            await client.adopt(left.id)
+        assert caught.value.cause == GoneCause.EXPIRED
+        stats = await settled(watching)
+        assert (stats.held, stats.expired - before.expired, stats.lost - before.lost) == (1, 1, 0)
+        await kept.close()
+
+
+@on_loop
+async def test_a_renewal_that_was_answered_holds(shared: Stage) -> None:
+    """Renewals that race with expiry: what a renewal has not reported as gone is there for a lease from then on."""
+    async with shared.client(lease_s=1.0) as client:
+        sandboxes = await created(client, 8, "race")
+        route = client._routes[0]
+        for sandbox in sandboxes:
+            client._let_go(sandbox.id, sandbox.instance, route)
+        for n, sandbox in enumerate(sandboxes):
+            client._held[sandbox.id] = route, sandbox.instance
+            await asyncio.sleep(0.05)
+            answered_s = time.monotonic()
+            await client.renew([sandbox.id])
+            is_there = client._held.pop(sandbox.id, None) is not None
+            await asyncio.sleep(0.15 * (n % 3))
+            if is_there and time.monotonic() - answered_s < 0.9:
+                assert (await client.adopt(sandbox.id)).instance == sandbox.instance
+                client._held.pop(sandbox.id)
+        await asyncio.sleep(1.6)
+        assert await client.list() == []
+
+
+@on_loop
+async def test_while_it_stood_still_nobody_is_expired(shared: Stage) -> None:
+    async with shared.client(lease_s=1.0) as client:
+        (sandbox,) = await created(client, 1, "stopped")
+        await sh(sandbox, "echo kept > file")
+        os.kill(shared.supervisor(), signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        os.kill(shared.supervisor(), signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        assert (await sh(sandbox, "cat file")).text() == "kept\n"
+        await sandbox.close()
+
+
+@on_loop
+async def test_room_is_given_first_come_first_served(shared: Stage) -> None:
+    async with shared.client(max_sandboxes=2) as client:
+        held = await created(client, 2, "fifo")
+        order: list[str] = []
+
+        async def wait(name: str) -> None:
+            sandbox = await client.create(name, SandboxSpec())
+            order.append(name)
+            await sandbox.close()
+
+        waiting: list[asyncio.Task[None]] = []
+        for n in range(20):
+            waiting.append(asyncio.create_task(wait(f"w-{n}")))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        stats = await client.stats()
+        assert (stats.held, stats.waiting) == (2, 20)
+        await held[0].close()
+        await asyncio.gather(*waiting)
+        assert order == [f"w-{n}" for n in range(20)]
+        await held[1].close()
+
+
+@on_loop
+async def test_who_finds_no_room_in_time_is_told_what_to_do(shared: Stage) -> None:
+    async with shared.client(max_sandboxes=1, create_timeout_s=0.3) as client:
+        before = await settled(client)
+        (held,) = await created(client, 1, "busy")
+        answers = await asyncio.gather(
+            *(client.create(f"w-{n}", SandboxSpec()) for n in range(50)), return_exceptions=True
+        )
+        assert {type(answer) for answer in answers} == {SandboxBusyError}
+        assert "sandbox.container.max_sandboxes" in str(answers[0])
+        cancelled = [asyncio.create_task(client.create(f"c-{n}", SandboxSpec())) for n in range(50)]
+        await asyncio.sleep(0.05)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        await held.close()
+        stats = await settled(client)
+        assert (stats.held, stats.waiting, stats.busy - before.busy) == (0, 0, 50)
+    async with shared.client(max_sandboxes=1) as client:
+        (after,) = await created(client, 1, "after")  # no place was lost on the way
+        await after.close()
+
+
+@on_loop
+async def test_who_waits_and_goes_away_gives_its_place_in_the_queue_up(shared: Stage) -> None:
+    async with shared.client(max_sandboxes=1) as client:
+        (held,) = await created(client, 1, "stays")
+        leaving = shared.client("leaving", max_sandboxes=1)
+        asked = asyncio.create_task(leaving.create("nobody", SandboxSpec()))
+        await asyncio.sleep(0.3)
+        assert (await client.stats()).waiting == 1
+        await leaving._routes[0].transport.close()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await leaving.close()
+        await held.close()
+        (other,) = await created(client, 1, "other")
+        assert {info.sandbox_id for info in await client.list()} == {"other-0"}
+        await other.close()
+
+
+@on_loop
+async def test_bounds_change_while_it_lives(shared: Stage) -> None:
+    async with shared.client(max_sandboxes=1) as client:
+        (held,) = await created(client, 1, "bound")
+        waiting = asyncio.create_task(client.create("w", SandboxSpec()))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        async with shared.client(max_sandboxes=2) as other:
+            await other.stats()
+            await closed(held, await waiting)
+
+
+@on_loop
+async def test_two_hundred_are_made_and_closed_together(shared: Stage) -> None:
+    async with shared.client(max_sandboxes=64) as client:
+        (first,) = await created(client, 1, "first")
+        await sh(first, "true")
+        before, open_before = await settled(client), fds(shared.supervisor())
+
+        async def use(n: int) -> None:
+            sandbox = await client.create(f"u-{n}", SandboxSpec(limits=Limits(memory_bytes=32 << 20)))
+            assert (await sh(sandbox, f"echo {n}")).text() == f"{n}\n"
+            await asyncio.gather(*(sandbox.close() for _ in range(3)))
+
+        await asyncio.gather(*(use(n) for n in range(200)))
+        stats = await settled(client)
+        assert (stats.held, stats.created - before.created, stats.closed - before.closed) == (1, 200, 200)
+        assert (stats.stuck, stats.lost - before.lost, sum(stats.create_s)) == (0, 0, stats.created)
+        assert {path.name for path in groups(shared.name)} == {f"rollforward.{shared.name}.{first.instance}"}
+        assert os.listdir(shared.home.path / "leases") == [first.instance]
+        assert fds(shared.supervisor()) <= open_before + 2
+        await first.close()
+
+
+@on_loop
+async def test_no_record_no_sandbox(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of the records is full."""
+    small = stage.folder / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], check=True)
+    try:
+        tight = Stage(small, monkeypatch, stage.name)
+        async with tight.client(attempts=1, lease_s=1.0) as client:
+            (held,) = await created(client, 1)
+            ballast = small / "ballast"
+            with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            for n in range(5):
+                with pytest.raises(SandboxUnavailableError, match=r"No space left.*Make room"):
+                    await client.create(f"none-{n}", SandboxSpec())
+            assert {path.name for path in groups(stage.name)} == {f"rollforward.{stage.name}.{held.instance}"}
+            assert (await sh(held, "echo well")).text() == "well\n"
+            await asyncio.sleep(1.5)  # renewals need no room
+            assert (await sh(held, "echo well")).text() == "well\n"
+            ballast.unlink()
+            await closed(*await created(client, 3, "again"), held)
+        await tight.gone(20.0)
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+        Stage(stage.folder, monkeypatch, stage.name)
+
+
+@on_loop
+async def test_a_warm_sandbox_is_as_new_and_of_the_kind_that_is_asked_for(shared: Stage, tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text('def say() -> str:\n    """Says."""\n    return "one"\n')
+    spec = SandboxSpec(tools=(ToolConfig(name="say", file=str(tmp_path / "say.py")),), labels={"n": "1"})
+    async with shared.client(warm=2) as client:
+        before = await settled(client)
+        first = await client.create("a-0", spec)
+        await warm(client, 2)
+        other = SandboxSpec(tools=spec.tools, labels={"n": "2"})
+        second = await client.create("a-1", other)
+        assert (await client.stats()).warm_hits == before.warm_hits + 1
+        assert second.spec.labels == {"n": "2"}
+        assert (await second.call(Call(tool="say", arguments={}))).text == "one"
+        assert (await sh(second, "ls -A")).stdout == b""
+        (tmp_path / "say.py").write_text('def say() -> str:\n    """Says."""\n    return "two"\n')
+        async with shared.client(warm=2) as later:
+            third = await later.create("a-2", other)  # the tool is another one now
+            assert (await third.call(Call(tool="say", arguments={}))).text == "two"
+            assert (await client.stats()).warm_hits == before.warm_hits + 1
+            await warm(later, 2)
+            infos = {info.sandbox_id: info for info in await later.list()}
+            assert infos["a-1"].instance == second.instance
+            assert len(os.listdir(shared.home.path / "leases")) == 5  # three that are held and two that are ready
+            await closed(first, second, third)
+
+
+@on_loop
+async def test_a_warm_sandbox_that_died_is_not_handed_out(shared: Stage) -> None:
+    async with shared.client(warm=1) as client:
+        (first,) = await created(client, 1, "dead")
+        await warm(client, 1)
+        (ready,) = [r for r in shared.home.book.read() if not r.sandbox_id]
+        assert ready.pid is not None
+        os.kill(ready.pid, signal.SIGKILL)
+        (second,) = await created(client, 1, "t")
+        assert second.instance != ready.instance
+        assert (await sh(second, "echo well")).text() == "well\n"
+        await closed(first, second)
+
+
+@on_loop
+async def test_a_template_that_is_killed_is_replaced_and_its_containers_are_lost(shared: Stage) -> None:
+    async with shared.client() as client:
+        stats_before = await settled(client)
+        before = await created(client, 3, "template")
+        running = asyncio.create_task(sh(before[0], "sleep 100", key="t0c0"))
+        await asyncio.sleep(0.3)
+        for pid in descendants(shared.supervisor())[:1]:
+            os.kill(pid, signal.SIGKILL)
+        result = await running
+        assert result.status in (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD)
+        for sandbox in before:
+            with pytest.raises(SandboxGoneError) as caught:
+                await sh(sandbox, "true")
+            assert caught.value.cause == GoneCause.LOST
+        (after,) = await created(client, 1, "anew")
+        assert (await sh(after, "echo well")).text() == "well\n"
+        stats = await settled(client)
+        assert (stats.held, stats.lost - stats_before.lost) == (1, 3)
+        await after.close()
+
+
+@on_loop
+async def test_a_sandbox_whose_first_process_is_killed_is_lost(shared: Stage) -> None:
+    async with shared.client() as client:
+        before = await settled(client)
+        (sandbox,) = await created(client, 1, "killed")
+        (record,) = (record for record in shared.home.book.read() if record.sandbox_id == sandbox.id)
+        assert record.pid is not None
+        os.kill(record.pid, signal.SIGKILL)
+        while (await client.stats()).lost == before.lost:
+            await asyncio.sleep(0.01)
+        with pytest.raises(SandboxGoneError) as caught:
+            await sh(sandbox, "true")
+        assert caught.value.cause == GoneCause.LOST
+
+
+@on_loop
+async def test_it_ends_by_itself_when_nobody_needs_it(stage: Stage) -> None:
+    async with stage.client(lease_s=1.0, warm=2) as client:
+        await closed(*await created(client, 1))
+        stage.look()
+        await asyncio.sleep(2.5)
+        assert not is_gone(stage.supervisor())  # somebody is connected
+    await stage.gone(10.0)
+
+
+@on_loop
+async def test_when_it_is_told_to_end_it_ends_everything(stage: Stage) -> None:
+    async with stage.client(max_sandboxes=1) as client:
+        (sandbox,) = await created(client, 1)
+        asked = [
+            asyncio.create_task(sh(sandbox, "trap '' TERM; sleep 100")),
+            asyncio.create_task(client.create("waits", SandboxSpec())),
+        ]
+        await asyncio.sleep(0.3)
+        stage.look()
+        guard = stage.guard()
+        assert guard is not None
+        os.kill(guard, signal.SIGTERM)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(answers[0], SandboxConnectionError)
+        # The one that waited asked again, of a successor.
+        assert isinstance(answers[1], Sandbox)
+        with pytest.raises(SandboxGoneError):
+            await sh(sandbox, "true")
+
+
+@on_loop
+async def test_room_is_never_lost_or_given_twice() -> None:
+    room, inside = Room(3), set[int]()
+
+    async def strive(n: int) -> None:
+        try:
+            await room.take(0.001 * (n % 7))
+        except TimeoutError:
+            return
+        inside.add(n)
+        assert len(inside) <= 3
+        try:
+            await asyncio.sleep(0.001 * (n % 3))
+        finally:
+            inside.remove(n)
+            room.give()
+
+    tasks = [asyncio.create_task(strive(n)) for n in range(400)]
+    for n, task in enumerate(tasks):
+        if n % 5 == 0:
+            await asyncio.sleep(0)
+            task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (room.taken, room.num_waiting, inside) == (0, 0, set())
+    for _ in range(3):
+        await room.take(0.0)
+    with pytest.raises(TimeoutError):
+        await room.take(0.01)
+
+
+async def warm(client: SandboxClient, count: int) -> None:
+    for _ in range(500):
+        if (await client.stats()).warm == count:
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail(f"{(await client.stats())}")

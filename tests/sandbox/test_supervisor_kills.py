@@ -1,0 +1,131 @@
+"""Proves: whoever is killed or stands still, owner, supervisor, guard, nothing is left of their sandboxes in bounded
+time, and whoever comes next is served.
+
+Does not prove: that many kills at random leave nothing (tests/faults/test_sandbox_leaks.py).
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollforward.sandbox import launch
+from rollforward.sandbox.errors import GoneCause, SandboxGoneError
+from rollforward.sandbox.homes import supervisor_id
+from rollforward.sandbox.types import SandboxSpec
+from tests.helpers.sandboxes import is_gone, wait_for
+from tests.helpers.supervisors import Stage, groups, on_loop, owner_process, sh
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    made = Stage(tmp_path, monkeypatch)
+    yield made
+    made.end()
+    assert made.left() == []
+
+
+@on_loop
+async def test_of_a_killed_owner_nothing_is_left_after_its_lease(stage: Stage) -> None:
+    lease_s, sweep_s, teardown_s = 2.0, 0.2, 6.0
+    with owner_process(stage, "owner", 3, lease_s) as owner:
+        made = {owner.stdout.readline().split()[0] for _ in range(3)} if owner.stdout is not None else set()
+        assert len(made) == 3
+        stage.look()
+        assert len(groups(stage.name)) >= 3
+        os.killpg(owner.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+    await asyncio.sleep(0.5)
+    async with stage.client(lease_s=lease_s) as watching:
+        assert {info.owner for info in await watching.list()} <= {"owner"}
+    await stage.gone(lease_s + sweep_s + teardown_s - (time.monotonic() - killed_s))
+    # Its own processes counted, the supervisor ended as well.
+    assert stage.home.holder() is None
+
+
+@on_loop
+async def test_of_a_killed_supervisor_nothing_is_left_and_a_successor_comes(stage: Stage) -> None:
+    async with stage.client() as client:
+        sandbox = await client.create("a", SandboxSpec())
+        running = asyncio.create_task(sh(sandbox, "setsid sleep 1000 & sleep 1000", key="t0c0"))
+        await asyncio.sleep(0.3)
+        stage.look()
+        os.kill(stage.supervisor(), signal.SIGKILL)
+        # It is asked again, of a successor, which has never heard of it.
+        with pytest.raises(SandboxGoneError) as caught:
+            await running
+        assert caught.value.cause == GoneCause.LOST
+        wait_for(lambda: all(is_gone(pid) for pid in stage.seen))
+        again = await client.create("a", SandboxSpec())
+        assert again.instance != sandbox.instance
+        assert (await sh(again, "echo well")).text() == "well\n"
+        assert {path.name for path in groups(stage.name)} == {f"rollforward.{stage.name}.{again.instance}"}
+        with pytest.raises(SandboxGoneError):
+            await sh(sandbox, "true")
+        stage.look()
+        os.kill(stage.supervisor(), signal.SIGKILL)
+    await stage.gone(10.0)  # nobody comes, and the guard alone cleans up
+
+
+@on_loop
+async def test_what_nobody_cleaned_up_is_cleaned_up_by_the_next_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage.client() as client:
+        for n in range(3):
+            await client.create(f"a-{n}", SandboxSpec())
+        stage.look()
+        guard = stage.guard()
+        assert guard is not None
+        os.kill(guard, signal.SIGKILL)
+        wait_for(lambda: is_gone(guard))
+        assert {info.sandbox_id for info in await client.list()} == {"a-0", "a-1", "a-2"}
+        os.kill(stage.supervisor(), signal.SIGKILL)
+    wait_for(lambda: all(is_gone(pid) for pid in stage.seen))
+    assert groups(stage.name)  # so there is something to do
+    other = Stage(stage.folder, monkeypatch, supervisor_id("other"))
+    await other.up()
+    assert stage.left() == []
+    other.look()
+    os.kill(other.supervisor(), signal.SIGTERM)
+    await other.gone(10.0)
+
+
+@on_loop
+async def test_one_that_stands_still_is_replaced(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_HUNG_S", 0.5)
+    async with stage.client() as client:
+        await client.create("a", SandboxSpec())
+        stage.look()
+        os.kill(stage.supervisor(), signal.SIGSTOP)
+        transport = stage.transport()
+        await transport.start()
+        wait_for(lambda: all(is_gone(pid) for pid in stage.seen))
+        with pytest.raises(SandboxGoneError):
+            await client.adopt("a")
+        await transport.close()
+
+
+@on_loop
+async def test_whoever_starts_one_may_be_killed_at_any_time(stage: Stage) -> None:
+    code = (
+        "import asyncio, sys; from rollforward.sandbox.launch import LocalTransport\n"
+        "from rollforward.sandbox.config import ContainerConfig\n"
+        "asyncio.run(LocalTransport(sys.argv[1], ContainerConfig(lease_s=1.0)).start())"
+    )
+    for delay_s in (0.2, 0.3, 0.4, 0.5, 0.7):
+        process = subprocess.Popen([sys.executable, "-c", code, stage.name], start_new_session=True)
+        await asyncio.sleep(delay_s)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    async with stage.client(lease_s=1.0) as client:
+        sandbox = await client.create("a", SandboxSpec())
+        assert (await sh(sandbox, "echo well")).text() == "well\n"
+        stage.look()
+    await stage.gone(15.0)
