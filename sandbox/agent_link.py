@@ -43,6 +43,7 @@ class AgentLink:
         self._parts: dict[int, Parts] = {}
         self._next = 0
         self._on_nonsense = on_nonsense
+        self.last_words = ""
         self._end: SandboxGoneError | None = None
         self.hello = self._expect()
         self._listening = asyncio.create_task(self._listen(reader))
@@ -108,6 +109,9 @@ class AgentLink:
                 if head.get("more"):
                     if (parts := self._parts.get(head["id"])) is not None:
                         parts.add(head, blobs)
+                    continue
+                if head["id"] < 0:
+                    self.last_words = str(head["last_words"])
                     continue
                 future = self._waiting.pop(head["id"], None)
                 if future is not None and not future.done():

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from rollforward.sandbox import cgroups, host
-from rollforward.sandbox.agent_link import AgentLink, Parts
+from rollforward.sandbox.agent_link import AgentLink, Answer, Parts
 from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError, ToolError
 from rollforward.sandbox.images import Images
@@ -28,14 +28,19 @@ from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.outcomes import Table, call_result, exec_result, gone_call, gone_exec
 from rollforward.sandbox.results import encode_call, failed
 from rollforward.sandbox.toolset import tool_path, tool_source
-from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest, ExecResult, SandboxSpec
+from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest, ExecResult, ExecStatus, SandboxSpec
 from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate, host_pid
 
 _KILL_TIMEOUT_S: Final = 10.0
+_GRACE_S: Final = 40.0
+"""The agent has this long after a command's deadline to say how it ended, on a busy machine; then it is lost."""
+_OWN_PROCESSES: Final = 2
+"""The agent, and the process that waits for the next command."""
 _LAST_WORDS_S: Final = 1.0
 _SETUP_TIMEOUT_S: Final = 60.0
 _SPARE_PROCESSES: Final = 80
 """Beyond the limit: the agent and the processes around commands, so that no command can keep the agent from forking."""
+_MAX_STDIN_BYTES: Final = 64 << 20
 _MAX_ARGUMENT_BYTES: Final = 1 << 20
 
 
@@ -204,7 +209,8 @@ class Container:
         Raises:
             SandboxKeyError: the key is another command's.
         """
-        return await self._table.get(key, request, lambda: self._exec(request))
+        forgotten = ExecResult(status=ExecStatus.INFRA, detail="ran; its result is not held any more")
+        return await self._table.get(key, request, lambda: self._exec(request), forgotten)
 
     async def call(self, call: Call, key: str | None = None) -> CallResult:
         """Call a tool. With a key it runs once, however often it is asked for.
@@ -212,7 +218,8 @@ class Container:
         Raises:
             SandboxKeyError: the key is another command's.
         """
-        return await self._table.get(key, call, lambda: self._call(call))
+        forgotten = failed(CallStatus.INFRA, "", "ran; its result is not held any more")
+        return await self._table.get(key, call, lambda: self._call(call), forgotten)
 
     async def upload(self, files: Mapping[str, bytes]) -> None:
         """Write files; what is there is overwritten.
@@ -264,7 +271,7 @@ class Container:
             SandboxGoneError: the container is gone.
         """
         head, _ = await self._asked().ask({"op": "verify"})
-        return head.get("fault") == "" and self._table.is_empty() and set(self._group.processes()) <= {self.pid}
+        return head.get("fault") == "" and self._table.is_empty() and len(self._group.processes()) <= _OWN_PROCESSES
 
     async def kill(self) -> None:
         """End it and all that belongs to it. May be called again, and by several."""
@@ -283,10 +290,13 @@ class Container:
             "cwd": request.cwd,
             "wall_s": limits.wall_s if request.wall_s is None else request.wall_s,
         }
+        if len(request.stdin) > _MAX_STDIN_BYTES or not request.argv:
+            detail = f"did not run: it has no program, or more than {_MAX_STDIN_BYTES} bytes of input"
+            return ExecResult(status=ExecStatus.INFRA, detail=detail)
         if self.died.done():
             return gone_exec(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._asked().ask(asked, request.stdin)
+            head, blobs = await self._run(asked, request.stdin)
         except SandboxGoneError as error:
             return gone_exec(error.cause, has_run=True)
         return exec_result(head, blobs, limits, self._has_oom_since(before))
@@ -301,10 +311,18 @@ class Container:
         if self.died.done():
             return gone_call(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._asked().ask(asked, payload)
+            head, blobs = await self._run(asked, payload)
         except SandboxGoneError as error:
             return gone_call(error.cause, has_run=True)
         return call_result(head, blobs, tool, self.spec.limits, self._has_oom_since(before))
+
+    async def _run(self, head: frames.Head, blob: bytes) -> Answer:
+        """Ask for a command, and end a container whose agent forgets the deadline."""
+        asking = asyncio.create_task(self._asked().ask(head, blob))
+        done, _ = await asyncio.wait([asking], timeout=head["wall_s"] + _GRACE_S)
+        if not done:
+            self._signal()
+        return await asking
 
     def _has_oom_since(self, before: int) -> bool:
         self._ooms = max(self._ooms, self._group.oom_kills())

@@ -5,7 +5,7 @@ import hashlib
 import json
 import signal
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,38 +19,69 @@ from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecSt
 
 _R = TypeVar("_R")
 
-_MAX_RESULTS: Final = 4096
+_MAX_RESULTS: Final = 1024
+_MAX_RESULT_BYTES: Final = 32 << 20
 _NO_ANSWER: Final = "the call ended without an answer"
 
 
 class Table:
     """Results by key: a command whose key was seen before is not run again.
 
-    It holds the most recent ones; of an older one only that it was there.
+    It holds the newest results, so many and so many bytes of them; of an older one only that it was there. It lies here
+    and not in the sandbox because it lives no longer there: a sandbox ends with this process.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[str, tuple[bytes, asyncio.Task[Any]]] = OrderedDict()
+        self._known: dict[str, bytes] = {}
+        self._tasks: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
+        self._bytes = 0
 
     def is_empty(self) -> bool:
         """Whether no command has had a key."""
-        return not self._entries
+        return not self._known
 
-    async def get(self, key: str | None, request: msgspec.Struct, run: Callable[[], Awaitable[_R]]) -> _R:
+    async def get(
+        self, key: str | None, request: msgspec.Struct, run: Callable[[], Coroutine[Any, Any, _R]], forgotten: _R
+    ) -> _R:
         """The result of the request, which is run if its key is new. Whoever cancels this does not end it.
+
+        Args:
+            key: None: it is run.
+            request: what the key stands for.
+            run: runs it.
+            forgotten: what is said where it has run and its result is not held any more.
 
         Raises:
             SandboxKeyError: the key is another request's.
         """
         if key is None:
-            return await asyncio.shield(asyncio.ensure_future(run()))
+            return await asyncio.shield(asyncio.create_task(run()))
         digest = request_hash(request)
-        if key not in self._entries:
-            self._entries[key] = digest, asyncio.ensure_future(run())
-        had, task = self._entries[key]
-        if had != digest:
+        if key not in self._known:
+            self._known[key] = digest
+            self._tasks[key] = asyncio.create_task(run())
+            self._tasks[key].add_done_callback(lambda task: self._count(task, 1))
+        if self._known[key] != digest:
             raise SandboxKeyError(f"key {key!r} was given to another command. Give each its own key")
-        return await asyncio.shield(task)
+        if key not in self._tasks:
+            return forgotten
+        try:
+            return await asyncio.shield(self._tasks[key])
+        finally:
+            self._shorten()
+
+    def _count(self, task: asyncio.Task[Any], sign: int) -> None:
+        if not task.cancelled() and task.exception() is None:
+            result = task.result()
+            texts = (getattr(result, name, "") for name in ("stdout", "stderr", "text"))
+            self._bytes += sign * sum(map(len, texts))
+
+    def _shorten(self) -> None:
+        for key in list(self._tasks):
+            if len(self._tasks) <= _MAX_RESULTS and self._bytes <= _MAX_RESULT_BYTES:
+                break
+            if self._tasks[key].done():
+                self._count(self._tasks.pop(key), -1)
 
 
 def request_hash(request: msgspec.Struct) -> bytes:
@@ -70,8 +101,11 @@ def exec_result(head: frames.Head, blobs: list[bytes], limits: Limits, has_oom: 
         limits: the sandbox's.
         has_oom: whether the kernel has killed a process of the sandbox for memory meanwhile.
     """
-    if said := head.get("error") or head.get("not_run"):
-        return ExecResult(status=ExecStatus.INFRA, detail=f"did not run: {said}")
+    if said := head.get("error"):
+        return ExecResult(status=ExecStatus.INFRA, detail=said)
+    if said := head.get("not_run"):
+        status = ExecStatus.OOM if has_oom else ExecStatus.INFRA
+        return ExecResult(status=status, detail=f"did not run: {said}")
     leader, cpu_s = head.get("leader"), head.get("leader_cpu_s", head["cpu_s"])
     detail = ""
     if head["is_over"]:
@@ -103,7 +137,7 @@ def exec_result(head: frames.Head, blobs: list[bytes], limits: Limits, has_oom: 
 def call_result(head: frames.Head, blobs: list[bytes], tool: ToolConfig, limits: Limits, has_oom: bool) -> CallResult:
     """What an agent's answer says of a call; arguments as of `exec_result`."""
     if said := head.get("error"):
-        return failed(CallStatus.INFRA, "", f"did not run: {said}")
+        return failed(CallStatus.INFRA, "", said)
     kind, said = outcome(blobs[0], head["code"], head["is_over"])
     detail = said.decode("utf-8", "replace")
     if kind == Outcome.ANSWER:

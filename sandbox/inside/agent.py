@@ -11,6 +11,7 @@ image. No command can reach it: commands live in PID namespaces below its own, h
 the host's user is root are of another user. It never looks at what a command makes but as bytes.
 """
 
+import contextlib
 import fcntl
 import gc
 import json
@@ -22,6 +23,7 @@ import signal
 import socket
 import struct
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
@@ -40,6 +42,9 @@ _RIGHTS: Final = (
 )
 _CONTROL: Final = 3
 _SNAPSHOT: Final = 4
+_LAST_READS: Final = 64
+"""Reads of a pipe whose writers should be gone; one may have been handed to another command, which goes on."""
+_KILL_GRACE_S: Final = 10.0
 _FIRST_FREE: Final = 16
 """Descriptors from here on are in nobody's way while a container comes up."""
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
@@ -71,7 +76,10 @@ def main(request: dict[str, Any], descriptors: list[int]) -> None:
         _say({"id": 0, "kind": "infra", "error": describe(error)})
     else:
         _say({"id": 0, "kind": "", "error": ""})
-        agent.serve()
+        try:
+            agent.serve()
+        except Exception:  # noqa: BLE001, as above
+            _say({"id": -1, "last_words": traceback.format_exc()})
 
 
 def _come_up(request: dict[str, Any]) -> "Agent":
@@ -91,7 +99,7 @@ def _come_up(request: dict[str, Any]) -> "Agent":
     system.keep_capabilities(_RIGHTS if os.getuid() == 0 else _RIGHTS & ~(system.CAP_SETUID | system.CAP_SETGID))
     system.set_dumpable(False)
     gc.freeze()
-    return Agent(upper, tools, command.Room(setup["limits"], masked))
+    return Agent(upper, command.Room(setup["limits"], masked, tools))
 
 
 def _restore(upper: int) -> None:
@@ -141,20 +149,21 @@ class _Kept:
 class _Running:
     """A command or call that runs: its first process and what is read from it."""
 
-    def __init__(self, request: frames.Head, process: command.Process, output_bytes: int) -> None:
+    def __init__(self, request: frames.Head, process: command.Process, stdin: bytes, output_bytes: int) -> None:
         self.request = request
         self.process = process
+        self.is_call = request["op"] == "call"
         self.start = time.monotonic()
         self.end = self.start + request["wall_s"]
         self.is_over = False
-        self.stdin = memoryview(process.stdin_bytes)
-        report_bytes = MAX_ANSWER_BYTES + 1 if request["op"] == "call" else 1 << 16
+        self.is_answered = False
+        self.stdin = memoryview(stdin)
+        self.report_bytes = MAX_ANSWER_BYTES + 1 if self.is_call else 1 << 16
         self.kept = {
             process.stdout: _Kept(output_bytes),
             process.stderr: _Kept(output_bytes),
-            process.report: _Kept(2 * report_bytes),
+            process.report: _Kept(2 * self.report_bytes),
         }
-        self.report_bytes = report_bytes
 
     def has_said_too_much(self) -> bool:
         return self.kept[self.process.report].total > self.report_bytes
@@ -166,10 +175,11 @@ class _Running:
 class Agent:
     """Serves the host; see the module."""
 
-    def __init__(self, upper: int, tools: Tools, room: command.Room) -> None:
+    def __init__(self, upper: int, room: command.Room) -> None:
         self._upper = upper
         self._room = room
-        self._tools = tools
+        self._closing: list[int] = []
+        self._spare: command.Process | None = None
         self._running: dict[int, _Running] = {}
         self._owners: dict[int, _Running] = {}
         self._streams: deque[tuple[frames.Head, Iterator[tuple[frames.Head, bytes]]]] = deque()
@@ -179,23 +189,32 @@ class Agent:
     def serve(self) -> None:
         """Answer requests and look after what runs, for ever."""
         while True:
+            if self._spare is None:
+                with contextlib.suppress(OSError):  # the next command tries again, and is told
+                    self._spare = self._room.prepare()
             for descriptor, event in self._poller.poll(self._wait_ms()):
                 if descriptor == _CONTROL:
                     self._take(*receive(_CONTROL))
                 elif (running := self._owners.get(descriptor)) is not None:
                     self._look(running, descriptor, event)
+            while self._closing:  # only now: an event of this round must not be taken for that of a later descriptor
+                os.close(self._closing.pop())
             now = time.monotonic()
             for running in list(self._running.values()):
-                if not running.is_over and now >= running.end:
+                if now >= running.end and not running.is_over:
                     running.is_over = True
                     running.kill()
+                elif now >= running.end + _KILL_GRACE_S and not running.is_answered:
+                    self._answer(running.request, {"error": "ran; its processes cannot be killed"})
+                    running.is_answered = True
             if self._streams:
                 self._send_part()
 
     def _wait_ms(self) -> float | None:
         if self._streams:
             return 0
-        ends = [running.end for running in self._running.values() if not running.is_over]
+        waited = [running for running in self._running.values() if not running.is_answered]
+        ends = [running.end + _KILL_GRACE_S * running.is_over for running in waited]
         return max(1000 * (min(ends) - time.monotonic()), 0) + 1 if ends else None
 
     def _send_part(self) -> None:
@@ -236,26 +255,41 @@ class Agent:
         except files.FileError as error:
             self._answer(request, {"file_error": str(error)})
         except (OSError, MemoryError) as error:
-            self._answer(request, {"error": describe(error)})
+            has_run = "" if request["op"] not in ("exec", "call") else "did not run: "
+            self._answer(request, {"error": has_run + describe(error)})
 
     def _fault(self) -> str:
         """Why this container is not as good as new, or nothing."""
         if self._running:
             return f"{len(self._running)} commands run"
-        return files.first_change(self._upper)
+        return files.first_change(self._upper, {os.getpid()} | ({self._spare.pid} if self._spare else set()))
 
     def _start(self, request: frames.Head, blob: bytes) -> None:
-        """Fork a process for a command (the blob is its standard input) or a call (it is the call)."""
-        process = self._room.start(request, blob, self._tools)
-        running = _Running(request, process, self._room.limits["output_bytes"])
+        """Give a process a command (the blob is its standard input) or a call (it is the call)."""
+        is_call = request["op"] == "call"
+        process = self._dispatch(request, blob if is_call else b"")
+        running = _Running(request, process, b"" if is_call else blob, self._room.limits["output_bytes"])
         self._running[process.pid] = running
         for descriptor in (process.stdout, process.stderr, process.report, process.pidfd):
-            if descriptor >= 0:
-                self._owners[descriptor] = running
-                self._poller.register(descriptor, select.POLLIN)
-        if process.stdin >= 0:
-            self._owners[process.stdin] = running
-            self._poller.register(process.stdin, select.POLLOUT)
+            self._owners[descriptor] = running
+            self._poller.register(descriptor, select.POLLIN)
+        self._owners[process.stdin] = running
+        self._poller.register(process.stdin, select.POLLOUT)
+        if not running.stdin:
+            self._close(running, process.stdin)
+
+    def _dispatch(self, request: frames.Head, blob: bytes) -> command.Process:
+        if self._spare is not None:
+            process, self._spare = self._spare, None
+            try:
+                process.send(request, blob)
+            except OSError:
+                process.discard()  # killed for memory that others used
+            else:
+                return process
+        process = self._room.prepare()
+        process.send(request, blob)
+        return process
 
     def _look(self, running: _Running, descriptor: int, event: int) -> None:
         process = running.process
@@ -263,8 +297,13 @@ class Agent:
             self._finish(running)
         elif descriptor == process.stdin:
             self._feed(running, event)
-        elif self._read(running, descriptor) and running.has_said_too_much():
-            running.kill()
+        elif self._read(running, descriptor) and descriptor == process.report:
+            report = running.kept[descriptor]
+            if running.has_said_too_much():
+                running.kill()
+            elif not running.is_call and report.total > len(command.ENTERED) and not running.is_answered:
+                # Nothing of it is left but the process around it, whose end nobody has to wait for.
+                self._conclude(running, {"code": 0, "cpu_s": 0.0})
 
     def _read(self, running: _Running, descriptor: int) -> bool:
         """Read what there is; False where there is nothing more."""
@@ -275,7 +314,7 @@ class Agent:
         if chunk:
             running.kept[descriptor].add(chunk)
         else:
-            self._close(descriptor)
+            self._close(running, descriptor)
         return bool(chunk)
 
     def _feed(self, running: _Running, event: int) -> None:
@@ -287,33 +326,41 @@ class Agent:
             done = 0
         running.stdin = running.stdin[done:]
         if done == 0 or not running.stdin:
-            self._close(running.process.stdin)
+            self._close(running, running.process.stdin)
 
-    def _close(self, descriptor: int) -> None:
-        if self._owners.pop(descriptor, None) is not None:
+    def _close(self, running: _Running, descriptor: int) -> None:
+        if self._owners.get(descriptor) is running:
+            del self._owners[descriptor]
             self._poller.unregister(descriptor)
-            os.close(descriptor)
+            self._closing.append(descriptor)
 
     def _finish(self, running: _Running) -> None:
-        """Its first process has ended, and with it all that it had started: read what is left, and answer."""
+        """Its first process has ended, and with it all that it had started."""
+        process = running.process
+        _, status, usage = os.wait4(process.pid, 0)
+        if not running.is_answered:
+            used = {"code": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
+            self._conclude(running, used)
+        for descriptor in (process.report, process.stdout, process.stderr, process.stdin, process.pidfd):
+            self._close(running, descriptor)
+        del self._running[process.pid]
+
+    def _conclude(self, running: _Running, used: frames.Head) -> None:
+        """Read what is left, and answer."""
         process, request = running.process, running.request
         for descriptor in (process.report, process.stdout, process.stderr):
-            while descriptor in self._owners and self._read(running, descriptor):
-                pass
-        for descriptor in (process.report, process.stdout, process.stderr, process.stdin, process.pidfd):
-            self._close(descriptor)
-        _, status, usage = os.wait4(process.pid, 0)
-        del self._running[process.pid]
+            for _ in range(_LAST_READS):
+                if self._owners.get(descriptor) is not running or not self._read(running, descriptor):
+                    break
+        running.is_answered = True
         head = {
-            "code": os.waitstatus_to_exitcode(status),
+            **used,
             "is_over": running.is_over,
             "seconds": time.monotonic() - running.start,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
             "is_full": files.is_full(self._upper),
         }
         report = running.kept[process.report]
-        if request["op"] == "call":
-            head["is_too_long"] = report.total > running.report_bytes
+        if running.is_call:
             self._answer(request, head, report.value()[: running.report_bytes])
             return
         out, err = running.kept[process.stdout], running.kept[process.stderr]

@@ -1,19 +1,21 @@
 """Processes that a container's agent forks, one for each command or call: how they shut themselves in.
 
-Each is PID 1 of its own PID namespace, in a mount namespace with a fresh /proc. Its end is the end of all it has
-started. For a command it stays between: it starts the command as PID 2, waits, reports and ends, and nothing inside can
-kill it. For a call it runs the function itself.
+Each is PID 1 of its own PID namespace, in a mount namespace with a fresh /proc. It is made before it is needed, shuts
+itself in, and waits for its one request. For a command it stays between: it starts the command as PID 2, waits, ends
+everything else that is left, and reports; nothing inside can kill it or look into it. For a call it runs the function
+itself, so that only its end is the end of all it has started.
 """
 
+import contextlib
 import errno
 import json
 import math
 import os
 import resource
 import signal
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from rollforward.sandbox.inside import root, system
+from rollforward.sandbox.inside import frames, root, system
 from rollforward.sandbox.inside.answers import ENTERED, Tools, say_answer
 from rollforward.sandbox.inside.seccomp import Filter
 
@@ -25,96 +27,102 @@ _ENVIRONMENT: Final = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-_REPORT: Final = 3
+_REPORT, _REQUEST = 3, 4
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
-class Process(NamedTuple):
-    """A forked process and this side's ends of its pipes; -1 where there is none."""
+class Process:
+    """A forked process and this side's ends of its pipes."""
 
-    pid: int
-    pidfd: int
-    report: int
-    stdin: int
-    stdout: int
-    stderr: int
-    stdin_bytes: bytes
+    def __init__(self, pid: int, pidfd: int, ends: list[int]) -> None:
+        """Ends are those of the report, its output, its errors, its input and its request."""
+        self.pid = pid
+        self.pidfd = pidfd
+        self.report, self.stdout, self.stderr, self.stdin, self.request = ends
+
+    def send(self, request: frames.Head, blob: bytes) -> None:
+        """Give it its request; once.
+
+        Raises:
+            OSError: it is gone, and nothing has run.
+        """
+        try:
+            system.write_all(self.request, frames.pack(request, blob))
+        finally:
+            os.close(self.request)
+            self.request = -1
+
+    def discard(self) -> None:
+        """End it where it has had no request that reached it."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        for descriptor in (self.report, self.stdout, self.stderr, self.stdin, self.request, self.pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class Room:
     """What every process of the container is shut in with."""
 
-    def __init__(self, limits: dict[str, Any], masked: list[str]) -> None:
+    def __init__(self, limits: dict[str, Any], masked: list[str], tools: Tools) -> None:
         """Limits are those of the sandbox, with "is_group_limited": whether cgroups count memory."""
         self.limits = limits
         self._masked = masked
-        self._commands = Filter(sockets=True, own_limits=True)
-        self._calls = Filter(sockets=True, own_limits=False)
+        self._tools = tools
+        self._filter = Filter(sockets=True, own_limits=True)
+        self._of_calls = Filter(sockets=True, own_limits=False)
 
-    def start(self, request: dict[str, Any], blob: bytes, tools: Tools) -> Process:
-        """Fork.
+    def prepare(self) -> Process:
+        """Fork a process that shuts itself in and waits for its request.
 
         Raises:
-            OSError: there is no room for a process; nothing has run.
+            OSError: there is no room for it.
         """
-        is_call = request["op"] == "call"
         ours, theirs = list[int](), list[int]()
         try:
-            for _ in range(1 if is_call else 3):
-                read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-                ours.append(read)
-                theirs.append(write)
-            stdin = -1
-            if blob and not is_call:
-                read, stdin = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-                ours.append(stdin)
-                theirs.append(read)
+            for index in range(5):
+                read, write = os.pipe2(os.O_CLOEXEC)
+                is_to_us = index < 3
+                ours.append(read if is_to_us else write)
+                theirs.append(write if is_to_us else read)
             pid, pidfd = system.fork(system.NEWPID | system.NEWNS)
         except OSError:
             for descriptor in (*ours, *theirs):
                 os.close(descriptor)
             raise
         if pid == 0:
-            self._run(request, blob, tools, theirs)
+            self._run(theirs)
         for descriptor in theirs:
             os.close(descriptor)
-        if is_call:
-            return Process(pid, pidfd, ours[0], -1, -1, -1, b"")
-        return Process(pid, pidfd, ours[0], stdin, ours[1], ours[2], blob)
+        for descriptor in ours[:-1]:
+            os.set_blocking(descriptor, False)
+        return Process(pid, pidfd, ours)
 
-    def _run(self, request: dict[str, Any], blob: bytes, tools: Tools, pipes: list[int]) -> None:
+    def _run(self, pipes: list[int]) -> None:
         """All that the process does. Never returns."""
         status = 1
         try:
-            is_call = request["op"] == "call"
             try:
-                self._enter(request, pipes, self._calls if is_call else self._commands)
+                self._enter(pipes)
+                request, call = _receive()
             except (OSError, ValueError) as error:
                 os.write(_REPORT, str(error).encode())
             else:
-                if is_call:
-                    os.chdir("/workspace")
-                    say_answer(_REPORT, tools, blob, request["max_chars"])
+                if request["op"] == "call":
+                    self._call(call, request["max_chars"])
                 else:
                     _lead(request)
                 status = 0
         finally:
             os._exit(status)  # not through exit handlers and threads, which may never end
 
-    def _enter(self, request: dict[str, Any], pipes: list[int], calls: Filter) -> None:
+    def _enter(self, pipes: list[int]) -> None:
         os.setsid()
-        os.set_blocking(pipes[0], True)
-        report, *rest = (os.dup(pipe) if pipe <= _REPORT else pipe for pipe in pipes)
-        out, err, source = (*rest, -1, -1, -1)[:3]
-        null = os.open("/dev/null", os.O_RDWR)
-        for target, descriptor in enumerate((source, out, err)):
-            if descriptor >= 0:
-                os.set_blocking(descriptor, True)
-            os.dup2(descriptor if descriptor >= 0 else null, target)
-        os.dup2(report, _REPORT, inheritable=False)
-        os.closerange(_REPORT + 1, 1 << 16)
-        proc = system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC
-        system.mount("proc", "/proc", "proc", proc)
+        report, out, err, source, request = pipes
+        for target, descriptor in enumerate((source, out, err, report, request)):
+            os.dup2(descriptor, target, inheritable=target < _REPORT)
+        os.closerange(_REQUEST + 1, 1 << 16)
+        system.mount("proc", "/proc", "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
         for path in self._masked:
             system.mount("/dev/null", path, flags=system.MS_BIND)
         system.set_dumpable(True)  # whose files in /proc are its own
@@ -122,12 +130,12 @@ class Room:
             file.write(b"1000")  # before the agent
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        self._limit(request)
+        self._limit()
         system.become(root.USER, 0)
         system.set_dumpable(False)
-        calls.install()
+        self._filter.install()
 
-    def _limit(self, request: dict[str, Any]) -> None:
+    def _limit(self) -> None:
         limits = self.limits
         seconds = math.ceil(limits["cpu_s"])
         values = {
@@ -147,9 +155,29 @@ class Room:
                 soft, hard = min(soft, most), min(hard, most)
             resource.setrlimit(name, (soft, hard))
 
+    def _call(self, call: bytes, max_chars: int) -> None:
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in range(_REPORT):
+            os.dup2(null, descriptor)
+        os.close(null)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
+        self._of_calls.install()
+        os.chdir("/workspace")
+        say_answer(_REPORT, self._tools, call, max_chars)
+
+
+def _receive() -> tuple[frames.Head, bytes]:
+    try:
+        (size,) = frames.LENGTH.unpack(system.read_exactly(_REQUEST, frames.LENGTH.size))
+        head, (blob,) = frames.unpack(system.read_exactly(_REQUEST, size))
+    except EOFError:
+        os._exit(0)  # nobody wants it
+    os.close(_REQUEST)
+    return head, blob
+
 
 def _lead(request: dict[str, Any]) -> None:
-    """Start the command, wait for it, and report."""
+    """Start the command, wait for it, end all that it has left, and report."""
     environment = {**_ENVIRONMENT, **request["env"]}
     os.write(_REPORT, ENTERED)
     try:
@@ -157,13 +185,21 @@ def _lead(request: dict[str, Any]) -> None:
         pid = _spawn([os.fsencode(argument) for argument in request["argv"]], environment)
     except (OSError, ValueError) as error:
         is_absent = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        os.write(2, f"{request['argv'][0]}: {getattr(error, 'strerror', None) or error}\n".encode("utf-8", "replace"))
+        reason = getattr(error, "strerror", None) or error
+        os.write(2, f"{request['argv'][0]}: {reason}\n".encode("utf-8", "replace"))
         os.write(_REPORT, json.dumps({"leader": _NOT_FOUND if is_absent else _NOT_EXECUTABLE}).encode())
         return
-    while True:
+    for descriptor in range(_REPORT):
+        os.close(descriptor)
+    status, usage = 0, resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = -1
+    while done != pid:
         done, status, usage = os.wait4(-1, 0)
-        if done == pid:
-            break
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait4(-1, 0)
     said = {"leader": os.waitstatus_to_exitcode(status), "leader_cpu_s": usage.ru_utime + usage.ru_stime}
     os.write(_REPORT, json.dumps(said).encode())
 

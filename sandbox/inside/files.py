@@ -182,10 +182,14 @@ def is_full(upper: int) -> bool:
     return room.f_bavail < 1 or room.f_favail < 1
 
 
-def first_change(upper: int) -> str:
-    """What differs from a fresh container, or nothing."""
-    pids = [name for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
-    if pids:
+def first_change(upper: int, own: set[int]) -> str:
+    """What differs from a fresh container, or nothing.
+
+    Args:
+        upper: the private layer.
+        own: processes that are the agent's.
+    """
+    if pids := {int(name) for name in os.listdir("/proc") if name.isdecimal()} - own:
         return f"{len(pids)} processes beside the agent"
     if os.listdir("/dev/shm"):
         return "/dev/shm has files"
