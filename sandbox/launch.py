@@ -24,6 +24,8 @@ _START_S: Final = 60.0
 """A supervisor answers so long after it was started, on a busy machine."""
 _HUNG_S: Final = 20.0
 """One that takes a connection and does not answer for so long is ended."""
+_QUICK: Final = frozenset((Operation.ADOPT, Operation.RENEW, Operation.LIST, Operation.STATS, Operation.CLOSE))
+"""Questions that are answered at once; clients ask one three times a lease, so that a standstill is noticed."""
 _LOOK_S: Final = 0.02
 """Between two looks for a supervisor that somebody else is starting or that is ending."""
 
@@ -66,11 +68,18 @@ class LocalTransport:
         except SandboxUnavailableError as error:
             return wire.refusal(error)
         try:
-            return await connected.ask(operation, payload)
-        except SandboxConnectionError:
+            async with asyncio.timeout(_HUNG_S if operation in _QUICK else None):
+                return await connected.ask(operation, payload)
+        except (SandboxConnectionError, TimeoutError) as error:
+            # Whoever asks next looks whether it stands still, and replaces it then.
             if self._socket is connected:
                 self._socket = None
-            raise
+            if isinstance(error, SandboxConnectionError):
+                raise
+            await connected.close()
+            raise SandboxConnectionError(
+                f"the sandbox supervisor {self._name} did not answer {operation} in {_HUNG_S:g} s"
+            ) from None
 
     async def close(self) -> None:
         """See `Transport`. The supervisor lives on while it is needed."""

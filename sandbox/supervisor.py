@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -44,6 +45,8 @@ _IDLE_S: Final = 10.0
 _BACKLOG: Final = 1024
 _MOST: Final = 65535
 """Containers that there can be at all; the pool bounds them."""
+_FILES: Final = 1 << 18
+"""Descriptors; each container needs a few."""
 _PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -267,6 +270,8 @@ def _guard(child: int, home: Home) -> None:
 def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:
     """Be the supervisor of a home, unless there is one."""
     _prctl(_PR_SET_NAME, b"sandbox-super")
+    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], _FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     try:
         claim = Claim.take(home, make=True)
         if claim is None:
