@@ -309,6 +309,11 @@ def _make(path: Path, *, sync: bool) -> int | None:
     if not _take(descriptor, temporary, path):
         return None
     try:
+        if os.fstat(descriptor).st_nlink > 1:
+            # It is a log already: who made it was killed before this name was gone.
+            os.unlink(temporary)
+            os.close(descriptor)
+            return None
         os.ftruncate(descriptor, 0)
         write_all(descriptor, header)
         if sync:

@@ -184,24 +184,28 @@ def check_told(found: dict[str, Any], plan: Plan, told: dict[str, dict[str, Any]
     assert told.setdefault(key, result) == result, "another life was told something else"
 
 
+def order_of(carrier: Carrier, folder: Path, name: str, plan: Plan, *, sync: bool) -> dict[str, Any]:
+    """What a life is told."""
+    return {
+        "socket": str(carrier.socket),
+        "log": str(folder / "step_000000" / f"{name}.log"),
+        "id": f"kills{os.getpid()}-{name}",
+        "spec": msgspec.to_builtins(spec_in(folder)),
+        "config": msgspec.to_builtins(CONFIG),
+        "plan": plan.commands,
+        "sync": sync,
+    }
+
+
 def kill_so_often(home: Home, folder: Path, *, kills: int, seed: int, sync: bool) -> Tally:
     rng, tally = random.Random(seed), Tally()
-    spec, config = msgspec.to_builtins(spec_in(folder)), msgspec.to_builtins(CONFIG)
     carrier, number = Carrier(folder, home), 0
     with Lives() as lives:
         try:
             while number == 0 or tally.kills < kills:
                 number += 1
                 plan = plan_of(rng, num_commands=8)
-                order = {
-                    "socket": str(carrier.socket),
-                    "log": str(folder / "step_000000" / f"s0-p{number}-m0.log"),
-                    "id": f"kills{os.getpid()}-{seed}-{number}",
-                    "spec": spec,
-                    "config": config,
-                    "plan": plan.commands,
-                    "sync": sync,
-                }
+                order = order_of(carrier, folder, f"{seed}-{number}", plan, sync=sync)
                 check_trajectory(lives, carrier, order, plan, rng, tally, kills)
         finally:
             carrier.kill()
@@ -218,6 +222,23 @@ def test_twelve_kills(home: Home, tmp_path: Path) -> None:
     assert tally.kills == 12
     assert tally.holders
     assert tally.carriers
+
+
+def test_a_carrier_that_is_away_for_a_while_is_waited_for(home: Home, tmp_path: Path) -> None:
+    """For longer than the client of sandboxes asks again by itself."""
+    carrier, plan = Carrier(tmp_path, home), plan_of(random.Random(3), num_commands=4)
+    with Lives() as lives:
+        try:
+            lives.begin(order_of(carrier, tmp_path, "away", plan, sync=False))
+            while (found := lives.step())["step"] != "closed":
+                if found == {"step": "asking", "key": "t2c0"}:
+                    carrier.kill()
+                    time.sleep(1.2)
+                    carrier.start()
+            assert found["asked_again"] >= 1
+            assert lives.step() == {"step": "gone", "code": 0}
+        finally:
+            carrier.kill()
 
 
 @pytest.mark.slow

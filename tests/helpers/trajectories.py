@@ -58,8 +58,17 @@ def hoard() -> str:
     held = []
     while True:
         held.append(os.urandom(1 << 16) * 16)
+
+def hoard_and_wait(seconds: float) -> str:
+    """Has a process of its own take all memory, and lives on."""
+    if os.fork() == 0:
+        hoard()
+    os.wait()
+    open("hoarded", "w").close()
+    time.sleep(seconds)
+    return "lived on"
 '''
-NAMES = ("mark", "shout", "read", "remove", "differ", "raise_it", "hoard")
+NAMES = ("mark", "shout", "read", "remove", "differ", "raise_it", "hoard", "hoard_and_wait")
 CONFIG = ContainerConfig(trusted_code=True, lease_s=60.0, warm=1, create_timeout_s=60.0)
 FILES = {"given.txt": b"given", "deep/er/bytes": bytes(range(256))}
 
@@ -154,6 +163,12 @@ class Trajectory:
             return sorted(info.sandbox_id for info in await client.list() if info.sandbox_id.startswith(self.id))
 
         return self.ask(look)
+
+    def kill(self) -> None:
+        """SIGKILL to the first process of its sandbox, and so to all of them."""
+        (record,) = [found for found in self.home.book.read() if found.sandbox_id.startswith(self.id)]
+        assert record.pid is not None
+        os.kill(record.pid, signal.SIGKILL)
 
 
 def mark(name: str, **more: float) -> Call:

@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollforward.sandbox import command_log
 from rollforward.sandbox.blobs import MAX_INLINE_BYTES, BlobStore, Stored
 from rollforward.sandbox.codec import (
     SEGMENT_HEADER_BYTES,
@@ -193,11 +195,13 @@ def test_a_flipped_bit_is_never_believed(tmp_path: Path, seed: int) -> None:
         flipped = bytearray(data)
         flipped[place] ^= 1 << ((place * 31 + seed) % 8)
         path.write_bytes(flipped)
-        if place < marks[-2]:
-            refused(path)
-        else:
+        if place >= marks[-2]:
             # The last record: what a cut write looks like. The sandbox knows the rest.
             assert told(read_log(path).history) == after(RECORDS[:-1])
+        elif place % 4:
+            assert str(path) in read_log(path).damage
+        else:
+            refused(path)
 
 
 @given(st.binary(max_size=300), st.integers(0, 255), st.integers(0, 255))
@@ -387,6 +391,16 @@ def test_a_beginning_that_was_cut_short_leaves_no_log(tmp_path: Path) -> None:
             CommandLog.open(tmp_path / "s0-p0-m0.log", sync=True)
 
 
+def test_who_makes_a_log_late_does_not_empty_the_one_that_is_there(tmp_path: Path) -> None:
+    """A maker was killed between giving the log its name and taking away the temporary one; another one saw no log."""
+    path = write(tmp_path)
+    before = path.read_bytes()
+    temporary = tmp_path / f".{NAME}.log.tmp"
+    os.link(path, temporary)
+    assert command_log._make(path, sync=False) is None
+    assert (path.read_bytes(), temporary.exists()) == (before, False)
+
+
 def test_a_log_that_is_removed_and_made_again_is_the_new_one(tmp_path: Path) -> None:
     path = write(tmp_path)
     held = CommandLog.open(path, sync=False)
@@ -438,6 +452,54 @@ except CommandLogWriteError as error:
     log = CommandLog.open(path, sync=True)
     assert (log.history.position, path.stat().st_size) == (0, SEGMENT_HEADER_BYTES)
     log.close()
+
+
+def test_a_record_is_synced_before_it_counts_and_a_new_log_with_its_directories(tmp_path: Path) -> None:
+    """In the order of the system calls of a real process."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed (Debian package strace)")
+    path, trace = tmp_path / "commands" / "step_000012" / f"{NAME}.log", tmp_path / "strace"
+    code = """
+import os, sys
+from pathlib import Path
+from rollforward.sandbox.command_log import CommandLog
+from rollforward.sandbox.command_records import FailedRecord, ClosedRecord
+log = CommandLog.open(Path(sys.argv[1]), sync=sys.argv[2] == "sync")
+for record in (FailedRecord("x"), ClosedRecord()):
+    log.append(record)
+    os.write(1, b"told")
+log.blobs.put(b"x" * 100_000)
+os.write(1, b"told")
+"""
+    calls = "trace=pwrite64,fsync,fdatasync,link,rename,write"
+    for mode in ("sync", "no"):
+        command = ["strace", "-f", "-y", "-qq", "-e", calls, "-o", str(trace)]
+        subprocess.run([*command, sys.executable, "-c", code, str(path), mode], check=True, capture_output=True)
+        steps = [step for line in trace.read_text().splitlines() if (step := _step(line, tmp_path))]
+        log = f"commands/step_000012/{NAME}.log"
+        folder, blobs = "commands/step_000012", "commands/step_000012/blobs"
+        made = [f"pwrite64 {log}", f"fsync {log}", "link", f"fsync {folder}", f"fsync {log}"]
+        told = [f"pwrite64 {log}", f"fdatasync {log}", "told"]
+        blob = [f"pwrite64 {blobs}/", f"fsync {blobs}/", "rename", f"fsync {blobs}", f"fsync {folder}", "told"]
+        names = ["fsync commands", "fsync ."]
+        expected = [*names, *made, *told, *told, *blob] if mode == "sync" else []
+        if mode == "no":
+            expected = [step for step in [*made, *told, *told, *blob] if "sync" not in step]
+        assert steps == expected
+        shutil.rmtree(tmp_path / "commands")
+
+
+def _step(line: str, root: Path) -> str:
+    """A system call as `NAME FILE`, the file relative to the root and a blob without its name."""
+    if '"told"' in line:
+        return "told"
+    match = re.search(r"(pwrite64|f(?:data)?sync)\(\d+<([^>]*)>", line)
+    if match is not None and Path(match[2]).is_relative_to(root):
+        # The log's descriptor was opened under its temporary name.
+        name = str(Path(match[2]).relative_to(root)).replace(f".{NAME}.log.tmp", f"{NAME}.log")
+        return f"{match[1]} {re.sub('blobs/.*', 'blobs/', name)}"
+    match = re.search(r"(link|rename)\(.*\) = 0", line)
+    return match[1] if match is not None and str(root) in line else ""
 
 
 def test_a_record_that_cannot_stand_there_is_not_written(tmp_path: Path) -> None:

@@ -314,6 +314,87 @@ def test_out_of_memory_is_the_policys_doing_in_every_life(trajectory: Trajectory
     assert again[1].result.status is (CallStatus.OOM if is_gone else CallStatus.OK)
 
 
+def test_a_sandbox_that_is_gone_with_its_memory_is_the_policys_doing_in_every_life(trajectory: Trajectory) -> None:
+    """What the kernel does in the last resort: a process of the command dies, and the sandbox's first one."""
+    hoard = Call(tool="hoard_and_wait", arguments={"seconds": 20.0})
+
+    async def hoarded() -> bool:
+        def look(client: SandboxClient) -> object:
+            return _download(client, f"{trajectory.id}-a0", "hoarded")
+
+        return bool(await asyncio.to_thread(trajectory.ask, look))
+
+    async def first(session: Session) -> list[SessionResult]:
+        results = await some(session, 1)
+        asking = asyncio.create_task(session.call("t1c0", hoard))
+        while not await hoarded():
+            await asyncio.sleep(0.02)
+        trajectory.kill()
+        return [*results, await asking, await session.call("t2c0", mark("m2"))]
+
+    made = trajectory.live(first)
+    assert [one.result.status for one in made] == [CallStatus.OK, CallStatus.OOM, CallStatus.OOM]
+    assert [one.result.text for one in made[1:]] == [OOM_TEXT] * 2
+    assert trajectory.alive() == []
+
+    async def second(session: Session) -> list[SessionResult]:
+        assert (await session.call("t1c0", hoard)).result == made[1].result
+        assert (await session.call("t2c0", mark("m2"))).result == made[2].result
+        new = await session.call("t3c0", mark("m3"))
+        collected = await effects(session)
+        assert (collected.files, collected.problem, collected.failure) == ({}, OOM_TEXT, "")
+        return [new]
+
+    for _ in range(2):
+        assert trajectory.live(second, transport=SocketTransport(NOWHERE))[0].result == made[2].result
+    assert read_log(trajectory.log).history.failure == ""
+
+
+async def _download(client: SandboxClient, sandbox_id: str, path: str) -> dict[str, bytes]:
+    return await (await client.adopt(sandbox_id)).download([path], max_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_a_sandbox_that_is_lost_inside_a_command_leaves_it_unknown_for_good(trajectory: Trajectory, how: str) -> None:
+    slow = mark("m1", after_s=20.0)
+
+    async def first(session: Session) -> SessionResult:
+        await some(session, 1)
+        asking = asyncio.create_task(session.call("t1c0", slow))
+        await asyncio.sleep(0.2)
+        if how == "killed":
+            trajectory.kill()
+        else:
+            await asyncio.to_thread(trajectory.ask, lambda client: _close(client, f"{trajectory.id}-a0"))
+        return await asking
+
+    infra(trajectory.live(first), "unknown outcome of t1c0")
+
+    async def second(session: Session) -> None:
+        infra(await session.call("t1c0", slow), "unknown outcome of t1c0")
+        infra(await session.call("t2c0", mark("m2")), "unknown outcome of t1c0")
+        assert session.num_created == 0
+
+    for _ in range(2):
+        trajectory.live(second)
+    assert trajectory.alive() == []
+
+
+def test_who_only_answers_from_the_log_holds_the_lease_too(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, lease_s=1.0)
+    with supervised(config) as home:
+        trajectory = Trajectory(home, tmp_path / "step_000012")
+        trajectory.config = config
+        trajectory.live(lambda session: some(session, 1))
+
+        async def slow_model(session: Session) -> Collected:
+            assert (await some(session, 1))[0].is_replayed
+            await asyncio.sleep(2.5)
+            return await effects(session)
+
+        assert trajectory.live(slow_model).files == marks(0)
+
+
 def test_what_cannot_be_collected_is_the_policys_doing_and_said_again(trajectory: Trajectory) -> None:
     async def first(session: Session) -> Collected:
         await session.call("t0c0", Call(tool="remove", arguments={"path": "answer"}))
@@ -507,6 +588,7 @@ def test_a_log_torn_anywhere_goes_on_where_its_sandbox_lives_and_else_says_so(tr
 def test_a_supervisor_that_is_killed_inside_a_command_leaves_it_unknown(tmp_path: Path) -> None:
     with supervised() as home:
         trajectory = Trajectory(home, tmp_path / "step_000012")
+        trajectory.config = msgspec.structs.replace(CONFIG, attempts=1)  # nobody comes back who could be waited for
         trajectory.live(lambda session: some(session, 1))
 
         async def kill(session: Session) -> None:
