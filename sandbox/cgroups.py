@@ -122,6 +122,8 @@ class Group:
                 (path / "memory.swap.max").write_text("0")
             return
         (path / "memory.limit_in_bytes").write_text(str(memory_bytes))
+        with contextlib.suppress(OSError):  # or else what lies in sockets would not count at all
+            (path / "memory.kmem.tcp.limit_in_bytes").write_text(str(memory_bytes // 4))
         with contextlib.suppress(OSError):
             (path / "memory.memsw.limit_in_bytes").write_text(str(memory_bytes))
 

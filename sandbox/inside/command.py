@@ -29,6 +29,7 @@ _ENVIRONMENT: Final = {
 }
 _REPORT, _REQUEST = 3, 4
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_MAX_SIGNALS: Final = 1024
 
 
 class Process:
@@ -122,12 +123,14 @@ class Room:
         for target, descriptor in enumerate((source, out, err, report, request)):
             os.dup2(descriptor, target, inheritable=target < _REPORT)
         os.closerange(_REQUEST + 1, 1 << 16)
-        system.mount("proc", "/proc", "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
+        proc = system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC
+        system.mount("proc", "/proc", "proc", proc)
         for path in self._masked:
             system.mount("/dev/null", path, flags=system.MS_BIND)
         system.set_dumpable(True)  # whose files in /proc are its own
         with open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
-            file.write(b"1000")  # before the agent
+            file.write(b"1000")  # before the agent; and nobody takes it back
+        system.mount("", "/proc", flags=proc | system.MS_REMOUNT | system.MS_BIND | system.MS_RDONLY)
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         self._limit()
@@ -143,7 +146,8 @@ class Room:
             resource.RLIMIT_FSIZE: (limits["disk_bytes"],) * 2,
             resource.RLIMIT_NOFILE: (1024, 1024),
             resource.RLIMIT_NPROC: (limits["processes"],) * 2,
-            resource.RLIMIT_CORE: (0, 0),
+            resource.RLIMIT_CORE: (1, 1),  # 0 would not keep a core from the program in the host's core_pattern
+            resource.RLIMIT_SIGPENDING: (_MAX_SIGNALS,) * 2,  # they count to the host's user too
             resource.RLIMIT_MEMLOCK: (0, 0),
             resource.RLIMIT_MSGQUEUE: (0, 0),
         }
@@ -162,7 +166,8 @@ class Room:
         os.close(null)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
         self._of_calls.install()
-        os.chdir("/workspace")
+        with contextlib.suppress(OSError):  # an earlier one may have forbidden it, which is no failure of the platform
+            os.chdir("/workspace")
         say_answer(_REPORT, self._tools, call, max_chars)
 
 

@@ -53,11 +53,15 @@ def parts_of(path: str) -> list[str]:
     """The parts of a path from the container's root; one that does not start with '/' is below /workspace.
 
     Raises:
-        FileError: it has '..' or a NUL, names nothing, or is too long.
+        FileError: it has '..' or a NUL, names nothing, is too long, or cannot be written as bytes.
     """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise FileError(f"{path[:200]!a} is no path of a file: it holds half a character") from None
     whole = path if path.startswith("/") else f"/workspace/{path}"
     parts = [part for part in whole.split("/") if part not in ("", ".")]
-    if not parts or ".." in parts or "\0" in path or path.endswith("/") or len(path) > _MAX_PATH_BYTES:
+    if not path or not parts or ".." in parts or "\0" in path or path.endswith("/") or len(path) > _MAX_PATH_BYTES:
         raise FileError(f"{path[:200]!r} is no path of a file: it may not be empty, end in '/', or hold '..'")
     return parts
 

@@ -19,8 +19,20 @@ _CLONE_ANY_NAMESPACE = 0x7E02_0000
 
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 _CLONE, _CLONE3, _PRLIMIT64, _SOCKET, _SETRLIMIT, _IOCTL = (56, 220), 435, (302, 261), (41, 198), (160, 164), (16, 29)
-_FAMILIES: Final = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK: those that a network namespace shuts in."""
+_SOCKETPAIR = (53, 199)
+_FAMILIES: Final = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6: those that a network namespace shuts in and whose memory counts to who holds it, which
+that of AF_NETLINK does not."""
+_OF_ONESELF: Final = (
+    *(((141, 140), 1), ((251, 30), 1)),  # setpriority, ioprio_set
+    *(
+        ((142, 118), 0),
+        ((144, 119), 0),
+        ((203, 122), 0),
+        ((314, 274), 0),
+    ),  # sched_setparam, _scheduler, _affinity, attr
+)
+"""System calls that take a process, and as which argument: nobody but oneself (0)."""
 _IOCTLS: Final = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX type into somebody's terminal."""
 # System calls that a process without capabilities could use to leave something behind, to hold memory that no limit
@@ -35,6 +47,8 @@ _DENIED: Final = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "inotify_init": (253, -1),  # instances count to the host's user too, who has few
+    "inotify_init1": (294, 26),
     "unshare": (272, 97),
     "perf_event_open": (298, 241),
     "fanotify_init": (300, 262),
@@ -94,7 +108,7 @@ def steps(*, sockets: bool, own_limits: bool) -> list[Step]:
     if machine not in _ARCHITECTURES:
         raise OSError(f"no table of system calls for {machine}; there are {', '.join(_ARCHITECTURES)}")
     column, architecture = _ARCHITECTURES[machine]
-    denied = [numbers[column] for numbers in _DENIED.values()]
+    denied = [numbers[column] for numbers in _DENIED.values() if numbers[column] >= 0]
     if not own_limits:
         denied.append(_SETRLIMIT[column])
     return [
@@ -108,6 +122,8 @@ def steps(*, sockets: bool, own_limits: bool) -> list[Step]:
         (_RETURN, 0, 0, _ENOSYS),
         *(step for number in denied for step in ((_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM))),
         *_when(_SOCKET[column], _one_of(0, _FAMILIES if sockets else ())),
+        *_when(_SOCKETPAIR[column], _one_of(0, _FAMILIES[:1])),
+        *(step for numbers, who in _OF_ONESELF for step in _when(numbers[column], _one_of(who, (0,)))),
         *_when(_IOCTL[column], _none_of(1, _IOCTLS)),
         *_when(_PRLIMIT64[column], _asks_only(or_own=own_limits)),
         *_when(

@@ -42,6 +42,7 @@ _CLONE_PIDFD = 0x1000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _OPENAT2 = 437
+_MAX_BUSY = 100
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAP_AMBIENT = 1, 4, 8, 47
 _PR_CAP_AMBIENT_CLEAR_ALL, _CAPABILITY_VERSION_3 = 4, 0x2008_0522
 _MNT_DETACH = 2
@@ -171,12 +172,14 @@ def open_inside(directory: int, path: str, flags: int, mode: int = 0) -> int:
     buffer = ctypes.create_string_buffer(how, len(how))
     name = os.fsencode(path)
     number = ctypes.c_long(_OPENAT2)
+    busy = 0
     while True:
         result = _LIBC.syscall(number, ctypes.c_long(directory), name, buffer, ctypes.c_size_t(len(how)))
         if result >= 0:
             return int(result)
         error = ctypes.get_errno()
-        if error not in (4, 11):  # EINTR; EAGAIN: something was renamed meanwhile
+        busy += error == 11  # EAGAIN: something was renamed meanwhile; or somebody has a lease on it, and keeps it
+        if error not in (4, 11) or busy > _MAX_BUSY:
             raise OSError(error, os.strerror(error))
 
 

@@ -64,7 +64,8 @@ def _limit(limits: dict[str, int], seconds: float) -> None:
         resource.RLIMIT_FSIZE: limits["tmp_bytes"],
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_NPROC: limits["max_processes"] + 1,  # counted in the user namespace: the zygote is one
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # 0 would not keep a core from the program in the host's core_pattern
+        resource.RLIMIT_SIGPENDING: 256,  # they count to the host's user too
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
