@@ -107,6 +107,11 @@ class ContainerSubstrate:
             self._template.close()
             self._template = None
 
+    @property
+    def template_pid(self) -> int:
+        """Of the process that all containers die with; -1 where there is none."""
+        return -1 if self._template is None else self._template.pid
+
     async def _warm(self) -> WarmTemplate:
         async with self._starting:
             if self._is_closed:

@@ -56,6 +56,11 @@ class WarmTemplate:
         self._channel.setblocking(False)
         self._loop.add_reader(self._channel.fileno(), self._hear)
 
+    @property
+    def pid(self) -> int:
+        """Of bubblewrap, with which it dies."""
+        return self._process.pid
+
     async def wait(self) -> None:
         """Wait until it is up.
 

@@ -17,6 +17,8 @@ from rollforward.sandbox.inside.files import PART_BYTES, FileError, open_directo
 _OPAQUE: Final = "user.overlay.opaque"
 _OPAQUE_HEADER: Final = f"SCHILY.xattr.{_OPAQUE}"
 _WHITEOUT: Final = os.makedev(0, 0)
+_MAX_TIMED_CHARS: Final = 4096
+"""Directories with longer paths get the time of their making."""
 _KEPT_BITS: Final = 0o1777
 
 
@@ -122,10 +124,11 @@ def restore(upper: int, snapshot: IO[bytes]) -> None:
     times: list[tuple[list[str], int]] = []
     try:
         with tarfile.open(fileobj=snapshot, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
-            for member in tar:
+            while (member := tar.next()) is not None:
+                vars(tar)["members"].clear()  # or all of them would be held
                 parts = _checked(member)
                 _unpack(upper, tar, member, parts)
-                if member.isdir():
+                if member.isdir() and len(member.name) < _MAX_TIMED_CHARS:
                     times.append((parts, int(member.mtime)))
         for parts, mtime in reversed(times):
             above = open_directory(upper, parts[:-1], make=False)

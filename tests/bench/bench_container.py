@@ -1,7 +1,7 @@
 """Latency and memory of containers: `python -m tests.bench.bench_container` (or `pytest ... -m benchmark`).
 
-Prints numbers; asserts only that the work was done. Floors (reference page A3.1): bubblewrap with a Python agent 17 ms to
-its first answer, a command in it 0.63 ms; a forked call 1.26 ms.
+Prints numbers; asserts only that the work was done. Floors (reference page A3.1): bubblewrap with a Python agent 17 ms
+to its first answer, a command in it 0.63 ms; a forked call 1.26 ms.
 """
 
 import argparse
