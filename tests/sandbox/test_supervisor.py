@@ -16,6 +16,7 @@ import pytest
 
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import Limits, ToolConfig
+from rollforward.sandbox.container import ContainerSubstrate
 from rollforward.sandbox.errors import (
     GoneCause,
     SandboxBusyError,
@@ -24,10 +25,12 @@ from rollforward.sandbox.errors import (
     SandboxUnavailableError,
 )
 from rollforward.sandbox.homes import homes_root
+from rollforward.sandbox.leases import LeaseBook, LeaseRecord
+from rollforward.sandbox.pool import Pool
 from rollforward.sandbox.room import Room
 from rollforward.sandbox.types import Call, ExecStatus, SandboxSpec
 from tests.helpers.sandboxes import descendants, is_gone, wait_for
-from tests.helpers.supervisors import Stage, command, groups, on_loop, pids, settled, sh
+from tests.helpers.supervisors import Stage, command, config, groups, on_loop, pids, settled, sh
 
 
 @pytest.fixture
@@ -413,3 +416,47 @@ async def warm(client: SandboxClient, count: int) -> None:
             return
         await asyncio.sleep(0.02)
     pytest.fail(f"{(await client.stats())}")
+
+
+@on_loop
+async def test_a_warm_sandbox_in_which_something_was_left_is_thrown_away(shared: Stage) -> None:
+    async with shared.client(warm=1) as client:
+        (first,) = await created(client, 1, "clean")
+        await warm(client, 1)
+        before = await settled(client)
+        (ready,) = [record for record in shared.home.book.read() if not record.sandbox_id]
+        inside = os.open(f"/proc/{ready.pid}/root/workspace", os.O_RDONLY)
+        plant = ["sh", "-c", f"echo x > /proc/self/fd/{inside}/planted"]
+        owner = os.fstat(inside)
+        subprocess.run(plant, pass_fds=(inside,), user=owner.st_uid, group=owner.st_gid, check=True)
+        os.close(inside)
+        (second,) = await created(client, 1, "dirty")
+        assert second.instance != ready.instance
+        assert (await sh(second, "ls -A")).stdout == b""
+        assert (await client.stats()).unfresh == before.unfresh + 1
+        await closed(first, second)
+
+
+@on_loop
+async def test_the_record_is_there_before_the_sandbox_and_as_long_as_it(tmp_path: Path) -> None:
+    class Watched(LeaseBook):
+        """Looks at the machine whenever a record is written or removed."""
+
+        def write(self, record: LeaseRecord) -> None:
+            seen.append(("write", len(groups("watched")), record.pid is not None))
+            super().write(record)
+
+        def remove(self, instance: str) -> None:
+            seen.append(("remove", len(groups("watched")), False))
+            super().remove(instance)
+
+    seen: list[tuple[str, int, bool]] = []
+    substrate = ContainerSubstrate({}, label="watched", max_sandboxes=4)
+    await substrate.start()
+    pool = Pool(substrate, Watched(tmp_path / "leases"), config())
+    box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
+    made = len(groups("watched"))
+    assert made > 0
+    assert [record.pid for record in LeaseBook(tmp_path / "leases").read()] == [box.container.pid]
+    await pool.shutdown()
+    assert seen == [("write", 0, False), ("write", made, True), ("remove", 0, False)]
