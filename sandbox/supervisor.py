@@ -34,8 +34,9 @@ from rollforward.sandbox.container import ContainerSubstrate
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, SandboxGoneError
 from rollforward.sandbox.homes import Claim, Home, sweep_home, sweep_homes
 from rollforward.sandbox.pool import Box, Pool
+from rollforward.sandbox.results import failed
 from rollforward.sandbox.tool_files import ToolFiles
-from rollforward.sandbox.types import CallResult, ExecResult, ExecStatus
+from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus
 from rollforward.sandbox.wire import Operation
 
 _SWEEP_S: Final = 1.0
@@ -202,7 +203,11 @@ class Service:
         return result
 
     async def _call(self, question: wire.Invoke) -> CallResult:
-        return await self._finish(self._find(question.which).container.call(question.call(), key=question.key))
+        box = self._find(question.which)
+        try:
+            return await self._finish(box.container.call(question.call(), key=question.key))
+        except RecursionError:  # nested as deep as the client can just write; nothing has run
+            return failed(CallStatus.ERROR, "the arguments are no JSON")
 
     async def _upload(self, question: wire.Upload) -> None:
         await self._finish(self._find(question.which).container.upload(wire.decode_files(question.files)))
