@@ -136,7 +136,7 @@ def restore(upper: int, snapshot: IO[bytes]) -> None:
                 os.utime(parts[-1], (mtime, mtime), dir_fd=above, follow_symlinks=False)
             finally:
                 os.close(above)
-    except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
+    except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
         raise FileError(f"it is no snapshot: {error}") from None
     except OSError as error:
         raise FileError(f"it does not fit in here: {error.strerror}") from None
