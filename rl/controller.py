@@ -23,7 +23,7 @@ away.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -49,10 +49,10 @@ from rollforward.rl.checkpoints import (
 from rollforward.rl.config import RLRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
-from rollforward.rl.metrics import group_metrics, log_metrics, sync_metrics, turn_metrics
+from rollforward.rl.metrics import group_metrics, log_metrics, pool_metrics, sync_metrics, turn_metrics
 from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.prompts import PromptSource
-from rollforward.rl.refill import Sampled, StepGroups, sample_groups
+from rollforward.rl.refill import Sampled, StepGroups, check_infra, sample_groups
 from rollforward.rl.samples import SAMPLES_NAME, remove_steps, write_step
 from rollforward.rl.sampling import (
     PromptEncoder,
@@ -63,10 +63,10 @@ from rollforward.rl.sampling import (
     score_completions,
     shuffle_rewards,
 )
-from rollforward.rl.tasks.types import Task
+from rollforward.rl.tasks.types import Task, Unscored
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.replica import LogStats
-from rollforward.rollout.types import Completion, Request
+from rollforward.rollout.types import Completion, FailureType, Request
 from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import (
@@ -76,6 +76,7 @@ from rollforward.rollout.weights import (
     check_acknowledgement,
     version_directory,
 )
+from rollforward.sandbox.types import PoolStats
 
 
 class Rollout(Protocol):
@@ -153,6 +154,7 @@ class Controller:
         rollout: Rollout,
         learner: LearnerGroup,
         tracker: Tracker,
+        pool: Callable[[], PoolStats] | None = None,
     ) -> None:
         """Bind the parts of one run.
 
@@ -161,8 +163,10 @@ class Controller:
             tasks, encoder: what is asked, and how it becomes tokens.
             rollout, learner: the two sides.
             tracker: where metrics go.
+            pool: tells what the supervisors of sandboxes counted; None where there are none.
         """
         self._run = run
+        self._pool = pool
         self._run_dir = Path(run.run_dir).resolve()
         self._tasks = {task.name: task for task in tasks}
         self._encoder = encoder
@@ -187,6 +191,7 @@ class Controller:
         Raises:
             WeightsError: a replica does not hold what was published.
             ProbabilityMismatchError: training and sampling disagree although every replica does.
+            InfraFailureError: the platform failed too many of a step's completions.
             NonFiniteLossError, NoTrainableTrajectoriesError: the step cannot be trained; nothing was updated.
         """
         for problem in self._rollout.log_problems():
@@ -248,7 +253,8 @@ class Controller:
         if bias.alarm is not None:
             say(f"step {state.step + 1}: {bias.alarm}")
         turns = turn_metrics(list(sampled.turns.values()))
-        counters = (*log_metrics(logs), *bias.metrics)
+        pool = () if self._pool is None else pool_metrics(self._pool())
+        counters = (*log_metrics(logs), *bias.metrics, *pool)
         values = metric_values((*batch.metrics, *step_groups.metrics, *turns, *metrics, *counters))
         # Rewards, lengths and failures are the policy's, so over all that it sampled; the batch knows what is trained.
         values |= metric_values(group_metrics(sampled.groups))
@@ -279,6 +285,7 @@ class Controller:
         )
         if found.warning is not None:
             say(f"step {state.step + 1}: {found.warning}")
+        check_infra(found.sampled, step=state.step, max_share=self._run.rollout.max_infra_share)
         return found
 
     def _draw_more(self, step: int, sampled: Sampled, num_prompts: int) -> Sampled:
@@ -304,6 +311,7 @@ class Controller:
             scores = score_completions(examples, completions, self._encoder, self._tasks)
         if (unscored := describe_unscored(scores)) is not None:
             say(f"step {step + 1}: {unscored}")
+        infra = tuple(one for one in scores if isinstance(one, Unscored) and one.failure is FailureType.INFRA)
         turns = read_turns(examples, completions, self._encoder)
         groups = build_groups(examples, requests, completions, scores, self._tasks, turns)
         if run.shuffle_rewards:
@@ -315,6 +323,7 @@ class Controller:
             completions=(*sampled.completions, *completions),
             turns=sampled.turns | turns,
             groups=(*sampled.groups, *groups),
+            infra=(*sampled.infra, *infra),
         )
 
     def _require_equal_probs(self, step: int, probs_diff_max: float) -> None:

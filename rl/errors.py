@@ -80,3 +80,10 @@ class EvaluationError(RLError, RuntimeError):
 
 class DrillError(RLError, RuntimeError):
     """A run of a drill failed by itself, or was over before anything was killed: nothing is proved."""
+
+
+class InfraFailureError(RLError, RuntimeError):
+    """The platform failed more of a step's completions than `rollout.max_infra_share` allows.
+
+    Mend what the message names, then resume the run.
+    """

@@ -8,6 +8,7 @@ import msgspec
 from rollforward.conf import console
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
+from rollforward.rl.sandboxes import local_environment
 from rollforward.rl.setup import load_parts
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.weights import (
@@ -41,13 +42,14 @@ def main(run: EvalRun) -> int:
         parts.model_config,
         precision=run.precision,
         config=run.rollout,
-        environment=parts.environment,
+        environment=local_environment(parts, run_dir=run_dir, rollout=run.rollout, sandbox=run.sandbox),
     )
     try:
         check_acknowledgement(manifest, replica.load_weights(version_directory(root, 0)))
         results = evaluator.evaluate(replica.generate, step=0, policy_version=0)
     finally:
         replica.close()
+        parts.grader.close()
     (run_dir / "eval.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
     rows: dict[str, object] = {
         f"{one.task} accuracy": f"{one.accuracy:.3f} ({one.correct}/{one.judged})" for one in results

@@ -14,6 +14,7 @@ from rollforward.model.metrics import Metric
 from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import FailureType, Group, Trajectory
 from rollforward.rollout.weights import WeightsAck, WeightsManifest
+from rollforward.sandbox.types import PoolStats
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
@@ -63,16 +64,27 @@ def sync_metrics(
     return tuple(metrics)
 
 
+def pool_metrics(pool: PoolStats) -> tuple[Metric, ...]:
+    """Return what the supervisors of sandboxes counted since they started, and what they have now, under
+    `sandbox/pool_`."""
+    counters = [(name, value) for name, value in msgspec.structs.asdict(pool).items() if isinstance(value, int | float)]
+    return tuple(
+        Metric(name=f"sandbox/pool_{name}", numerator=float(value), denominator=1.0, per="run", reduction="sum")
+        for name, value in counters
+    )
+
+
 def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
     """Return the counters of the replicas' token logs since the run's processes began: what was written, under `wal/`,
     what was taken from an earlier process, which key-values were saved for a later one, and how often a process was
-    replaced, under `resume/`, and why, under `failure/`. Sums over replicas and over all processes that each had; of
-    `*_max_s` the largest."""
+    replaced, under `resume/`, and why, under `failure/`; and what completions did in sandboxes, under `sandbox/`. Sums
+    over replicas and over all processes that each had; of `*_max_s` the largest."""
     lives = [life for one in stats for life in (one.earlier, one) if life is not None]
     records = [
         *(("wal/", life.written) for life in lives),
         *(("resume/", life.resumed) for life in lives),
         *(("resume/kv_", life.saved) for life in lives),
+        *(("sandbox/", life.sandbox) for life in lives),
         *(("resume/", one.restarts) for one in stats),
         *(("failure/", one.failures) for one in stats),
     ]

@@ -19,8 +19,9 @@ import msgspec
 from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
 from rollforward.rl.algorithms import DynamicSampling, Truncation
+from rollforward.rl.errors import InfraFailureError
 from rollforward.rl.prompts import DataCursor
-from rollforward.rl.tasks.types import Example
+from rollforward.rl.tasks.types import Example, Unscored
 from rollforward.rollout.types import Completion, Group, RequestId, Trajectory
 
 
@@ -39,6 +40,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the turns of completions that count say."""
     groups: tuple[Group, ...] = ()
     """Scored, in the order of prompts."""
+    infra: tuple[Unscored, ...] = ()
+    """Why completions have no score that the platform failed, in sampling or judging."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -119,6 +122,26 @@ def teaching_groups(groups: Sequence[Group], truncation: Truncation) -> tuple[Gr
     Example: rewards 0, 0, 1 teach; 1, 1, 1 do not; 0 and an infra failure do not.
     """
     return tuple(group for group in groups if _teaches(group, truncation))
+
+
+def check_infra(sampled: Sampled, *, step: int, max_share: float) -> None:
+    """Refuse a step of which the platform failed too much to say something about the policy.
+
+    Args:
+        sampled: all draws of the step.
+        step: its number, from 0.
+        max_share: of its completions; `rollout.max_infra_share`.
+
+    Raises:
+        InfraFailureError: more of them failed.
+    """
+    failed, total = len(sampled.infra), len(sampled.completions)
+    if failed > max_share * total:
+        raise InfraFailureError(
+            f"step {step + 1}: the platform failed {failed} of {total} completions, more than"
+            f" rollout.max_infra_share = {max_share:g} allows; the first because {sampled.infra[0].detail}. What is"
+            " durable is kept: mend that, then `rollforward resume` with the run's directory goes on"
+        )
 
 
 def _teaches(group: Group, truncation: Truncation) -> bool:

@@ -21,7 +21,7 @@ from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tasks.types import Task
-from rollforward.rollout.environment import EnvironmentConfig, TaskTools
+from rollforward.rollout.environment import EnvironmentConfig, SandboxUse, TaskTools
 from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.weights import check_manifest
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
@@ -42,7 +42,12 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     environment: EnvironmentConfig | None
     """What answers turns in the replicas; None where no task has tools."""
     grader: Grader
-    """Has the sandboxes of hidden tests, once somebody says where they are (`connect`)."""
+    """Has the sandboxes of hidden tests, once somebody says where they are (`connect`); closed by whoever is done."""
+
+    @property
+    def needs_sandboxes(self) -> bool:
+        """Whether completions keep sandboxes, so that somebody must have them."""
+        return any(task.options.keeps_sandbox for task in self.tasks)
 
 
 def load_parts(
@@ -140,6 +145,8 @@ def _environment(
             tools=tuple(_located(tool) for tool in task.tools),
             effort=task.effort,
             max_observation_tokens=task.max_observation_tokens,
+            max_calls_per_turn=task.max_calls_per_turn,
+            sandbox=_sandbox_use(task),
         )
         for task in task_configs
         if task.tools
@@ -150,6 +157,14 @@ def _environment(
     one_worker = msgspec.structs.replace(config, sandbox=msgspec.structs.replace(sandbox, workers=1))
     build_environment(one_worker).close()
     return config
+
+
+def _sandbox_use(task: TaskConfig) -> SandboxUse | None:
+    if not task.keeps_sandbox:
+        return None
+    return SandboxUse(
+        submission=task.submission, max_submission_bytes=task.max_submission_bytes, max_tool_s=task.max_tool_s
+    )
 
 
 def _located(tool: ToolConfig) -> ToolConfig:

@@ -27,6 +27,7 @@ from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.learner import TOKENIZER_NAME, publish_trained, scoring_batch, worst_sequences
 from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.quantised import check_quantised
+from rollforward.rl.sandboxes import local_environment
 from rollforward.rl.setup import Parts, load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
@@ -61,6 +62,7 @@ def main(run: SFTRun) -> int:
             accuracy = SFTLoop(run, parts, model_dir, tracker).run()
     finally:
         leave_group()
+        parts.grader.close()
     rows: dict[str, object] = {f"{result.task} accuracy": result.accuracy for result in accuracy}
     rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME}
     if tracker.wandb_place is not None:
@@ -83,6 +85,7 @@ class SFTLoop:
 
         Raises:
             QuantisationError: the trainer does not take every tensor through its published format.
+            SandboxError, ToolError: see ``local_environment``.
         """
         self._run, self._parts, self._tracker = run, parts, tracker
         self._run_dir = Path(run.run_dir).resolve()
@@ -112,6 +115,7 @@ class SFTLoop:
             sampling=SamplingParams(max_new_tokens=run.max_answer_tokens, temperature=run.eval.temperature),
             run_seed=run.seed,
         )
+        self._environment = local_environment(parts, run_dir=self._run_dir, rollout=run.rollout, sandbox=run.sandbox)
         self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
 
     def run(self) -> tuple[TaskAccuracy, ...]:
@@ -175,7 +179,7 @@ class SFTLoop:
             self._parts.model_config,
             precision=self._run.precision,
             config=self._run.rollout,
-            environment=self._parts.environment,
+            environment=self._environment,
         )
         try:
             check_acknowledgement(manifest, replica.load_weights(version_directory(root, step)))

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,13 +25,18 @@ from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.placement import Patience, join_cluster
 from rollforward.rl.quantised import check_quantised
+from rollforward.rl.sandboxes import agent_settings, pool_stats, with_agents
 from rollforward.rl.setup import Parts, check_learner, load_parts
 from rollforward.rl.tracker import METRICS_NAME, Tracker
-from rollforward.rollout.actors import RolloutActor
+from rollforward.rollout.actors import AgentActor, RolloutActor
+from rollforward.rollout.agents import LocalAccess
 from rollforward.rollout.drain_file import DRAIN_NAME, DrainFile
-from rollforward.rollout.placement import RayHost, placement_options
+from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.placement import ActorAccess, RayHost, lacking, placement_options
 from rollforward.rollout.supervisor import Supervisor
 from rollforward.rollout.weights import WEIGHTS_NAME, version_directory
+from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.placement import sandbox_actors
 
 
 def main(run: RLRun) -> int:
@@ -57,10 +63,18 @@ def main(run: RLRun) -> int:
         join_cluster(run.cluster)
         # Ray's own handler aborts the process and closes nothing; an orderly end is an interruption like Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        rollout, learner = _place(run, parts, run_dir, model_dir)
+        stack.callback(parts.grader.close)
+        environment = _place_sandboxes(run, parts, run_dir) if parts.needs_sandboxes else parts.environment
+        rollout, learner = _place(run, parts, run_dir, model_dir, environment)
         check_quantised(learner.quantised(), parts.model_config, run.precision)
         outcome = Controller(
-            run, tasks=parts.tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker
+            run,
+            tasks=parts.tasks,
+            encoder=parts.encoder,
+            rollout=rollout,
+            learner=learner,
+            tracker=tracker,
+            pool=partial(pool_stats, parts) if parts.needs_sandboxes else None,
         ).run()
         rollout.close()
     trained_dir = run_dir / "model"
@@ -96,7 +110,28 @@ def losses_named() -> Generator[None]:
         ) from error
 
 
-def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Supervisor, LearnerPool]:
+def _place_sandboxes(run: RLRun, parts: Parts, run_dir: Path) -> EnvironmentConfig | None:
+    """Start the actors that have sandboxes, see that they can make the run's, and say who holds those of completions:
+    replicas, or actors of their own."""
+    transports, missing = sandbox_actors(run.sandbox.container, run_dir)
+    for sentence in missing:
+        console.say(f"sandboxes: {sentence}")
+    settings = agent_settings(parts, transports, run_dir=run_dir, rollout=run.rollout, sandbox=run.sandbox)
+    if run.rollout.agent_loop == "replica":
+        return with_agents(parts.environment, LocalAccess(settings=settings))
+    asked = run.rollout.agent_resources
+    if (without := lacking(asked, what="an agent actor", key="rollout.agent_resources")) is not None:
+        raise SandboxUnavailableError(without)
+    actors = [
+        AgentActor.options(**placement_options(asked)).remote(settings, f"agents-{index}")
+        for index in range(run.rollout.agent_actors)
+    ]
+    return with_agents(parts.environment, ActorAccess(settings, actors))
+
+
+def _place(
+    run: RLRun, parts: Parts, run_dir: Path, model_dir: Path, answering: EnvironmentConfig | None
+) -> tuple[Supervisor, LearnerPool]:
     """Start one actor a replica, which is replaced when it is lost, and one a learner rank, which is not."""
     environment = {"env_vars": library_environment()}
     names = [f"engine-{index}" for index in range(run.rollout.engines)]
@@ -109,7 +144,7 @@ def _place(run: RLRun, parts: Parts, run_dir: Path, model_dir: Path) -> tuple[Su
             parts.model_config,
             run.precision,
             run.rollout,
-            parts.environment,
+            answering,
         ),
         run.cluster.replica_resources,
     )

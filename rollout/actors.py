@@ -1,7 +1,8 @@
 """Ray wrappers of the rollout side. No logic: a method is one call.
 
-Ray restarts no actor and repeats no call (``max_task_retries=0``): a call that may have happened is made idempotent by
-the log, and who is lost is replaced by rollout/supervisor.py through rollout/placement.py.
+Ray repeats no call (``max_task_retries=0``): a call that may have happened is made idempotent by the log. A replica
+that is lost is replaced by rollout/supervisor.py through rollout/placement.py; an ``AgentActor`` has no state of its
+own and is started again by Ray.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ import ray
 
 from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
+from rollforward.rollout.agent_sessions import AgentSessions, AgentSettings, AgentTurn, TurnAnswer
 from rollforward.rollout.config import RolloutConfig
-from rollforward.rollout.environment import EnvironmentConfig
+from rollforward.rollout.environment import Ending, EnvironmentConfig
 from rollforward.rollout.replica import Beat, LogStats, Pulse, Replica
 from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_retention import Retirement
@@ -23,6 +25,31 @@ from rollforward.rollout.weights import WeightsAck
 
 # Ray's types do not know concurrency groups, and options() refuses them.
 _OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"beat": 1, "drain": 1}}
+
+
+# Ray starts it again where it died; what it held is on disk and in the sandboxes, so it may be asked again.
+_AGENT_OPTIONS: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 1 << 16}
+
+
+@ray.remote(**_AGENT_OPTIONS)
+class AgentActor:
+    """Sandboxes of completions, held outside of replicas."""
+
+    def __init__(self, settings: AgentSettings, owner: str) -> None:
+        """See ``AgentSessions``."""
+        self._sessions = AgentSessions(settings, owner=owner)
+
+    async def resume(self, turn: AgentTurn) -> None:
+        """See ``AgentSessions.resume``."""
+        await self._sessions.resume(turn)
+
+    async def answer(self, turn: AgentTurn) -> TurnAnswer:
+        """See ``AgentSessions.answer``."""
+        return await self._sessions.answer(turn)
+
+    async def finish(self, turn: AgentTurn) -> Ending:
+        """See ``AgentSessions.finish``."""
+        return await self._sessions.finish(turn)
 
 
 @ray.remote(**_OPTIONS)

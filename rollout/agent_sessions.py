@@ -13,6 +13,7 @@ Here: which session a completion has, its order and its bounds. Not here: thread
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 import posixpath
 from collections.abc import Generator, Sequence
@@ -29,7 +30,7 @@ from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.command_log import LogView, log_path, read_log
 from rollforward.sandbox.config import ContainerConfig
-from rollforward.sandbox.session import Session, SessionResult
+from rollforward.sandbox.session import Session
 from rollforward.sandbox.types import Call, CallResult, CallStatus, SandboxSpec
 
 _HOME: Final = "/workspace"
@@ -93,8 +94,14 @@ class _Agent:
     session: Session
     seconds: dict[tuple[int, int], float]
     """Of commands that ended, by turn and index."""
+    saboteur: "_Saboteur | None"
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    counts: SandboxCounts = SandboxCounts(opened=1)  # noqa: RUF009 - frozen
     ending: Ending | None = None
+
+    def count(self, **more: float) -> None:
+        """Count something up."""
+        self.counts = self.counts + SandboxCounts(**more)  # type: ignore[arg-type]
 
     def used_s(self, turn: int, index: int) -> float:
         """Time of the commands before one."""
@@ -112,14 +119,13 @@ class AgentSessions:
             owner: who holds the sandboxes, for people; a successor has the same name.
         """
         self._settings = settings
-        self._client = SandboxClient(settings.transports, settings.container, owner=owner)
+        transports = [copy.copy(transport) for transport in settings.transports]  # one serves one event loop
+        self._client = SandboxClient(transports, settings.container, owner=owner)
         self._run = hashlib.blake2b(settings.run_dir.encode(), digest_size=4).hexdigest()
         self._agents: dict[RequestId, _Agent] = {}
         self._opening: dict[RequestId, asyncio.Lock] = {}
         self._asked: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        self.counts = SandboxCounts()
-        """What was done so far."""
 
     async def resume(self, turn: AgentTurn) -> None:
         """Hold what an earlier process left of a completion, so that its lease does not run out."""
@@ -184,22 +190,27 @@ class AgentSessions:
         return use
 
     async def _end(self, agent: _Agent, turn: AgentTurn, use: SandboxUse) -> Ending:
+        submission, failure, detail = None, None, ""
         answer = await self._run_calls(agent, turn)
         if answer.results and answer.results[-1].status is CallStatus.INFRA:
-            return Ending(id=turn.id, failure=FailureType.INFRA, detail=answer.results[-1].detail)
-        collected = await agent.session.collect(use.submission, max_bytes=use.max_submission_bytes)
-        if collected.failure:
-            self._count(failed=1)
-            return Ending(id=turn.id, failure=FailureType.INFRA, detail=collected.failure)
-        has_time = use.max_tool_s is None or sum(agent.seconds.values()) < use.max_tool_s
-        if not has_time:
-            self._count(timeouts=1)
-        return Ending(
-            id=turn.id,
-            submission=Submission(files=collected.files, problem=collected.problem),
-            failure=None if has_time else FailureType.TIMEOUT,
-            detail="" if has_time else f"its tools took {use.max_tool_s:g} s (max_tool_s)",
+            failure, detail = FailureType.INFRA, answer.results[-1].detail
+        else:
+            collected = await agent.session.collect(use.submission, max_bytes=use.max_submission_bytes)
+            submission = Submission(files=collected.files, problem=collected.problem)
+            if collected.failure:
+                submission, failure, detail = None, FailureType.INFRA, collected.failure
+            elif use.max_tool_s is not None and sum(agent.seconds.values()) >= use.max_tool_s:
+                failure, detail = FailureType.TIMEOUT, f"its tools took {use.max_tool_s:g} s (max_tool_s)"
+        session = agent.session
+        agent.count(
+            created=session.num_created,
+            retried=session.num_asked_again,
+            failed=int(failure is FailureType.INFRA),
+            unknown=int(failure is FailureType.INFRA and detail.startswith("unknown outcome")),
+            timeouts=int(failure is FailureType.TIMEOUT),
+            injected=int(agent.saboteur is not None and agent.saboteur.has_struck),
         )
+        return Ending(id=turn.id, submission=submission, failure=failure, detail=detail, counts=agent.counts)
 
     async def _run_calls(self, agent: _Agent, turn: AgentTurn) -> TurnAnswer:
         use = self._use(turn.task)
@@ -214,10 +225,12 @@ class AgentSessions:
             results.append(told.result)
             position = told.position
             if told.result.status is CallStatus.INFRA:
-                self._count(failed=1, unknown=int(told.result.detail.startswith("unknown outcome")))
                 break
-            agent.seconds[turn.turn, index] = told.result.seconds
-            self._count_call(told)
+            seconds = agent.seconds[turn.turn, index] = told.result.seconds
+            if told.is_replayed:
+                agent.count(replayed=1)
+            else:
+                agent.count(calls=1, call_s=seconds, call_max_s=seconds)
         return TurnAnswer(results=tuple(results), position=position)
 
     async def _agent(self, turn: AgentTurn) -> _Agent:
@@ -226,7 +239,6 @@ class AgentSessions:
             agent = self._agents.get(turn.id)
             if agent is None:
                 agent = self._agents[turn.id] = await self._open(turn)
-                self._count(opened=1)
         return agent
 
     async def _open(self, turn: AgentTurn) -> _Agent:
@@ -240,7 +252,7 @@ class AgentSessions:
                 place = turn.attempt  # begun again because that one failed: in a new sandbox
             else:
                 seconds = _logged_seconds(view)
-        tools = self._settings.tasks[turn.task].tools
+        tools, saboteur = self._settings.tasks[turn.task].tools, self._saboteur(turn.seed)
         session = await Session.open(
             self._client,
             log_path=logs[place],
@@ -254,9 +266,9 @@ class AgentSessions:
             files=turn.workspace.files,
             config=self._settings.container,
             sync=self._settings.sync,
-            saboteur=self._saboteur(turn.seed),
+            saboteur=saboteur,
         )
-        return _Agent(session, seconds)
+        return _Agent(session, seconds, saboteur)
 
     def _logs(self, turn: AgentTurn) -> list[Path]:
         """Where the commands of each attempt up to this one are logged."""
@@ -265,8 +277,6 @@ class AgentSessions:
 
     async def _close(self, identity: RequestId, agent: _Agent) -> None:
         await agent.session.close()
-        session = agent.session
-        self._count(created=session.num_created, asked_again=session.num_asked_again)
         if self._agents.get(identity) is agent:
             del self._agents[identity]
         self._opening.pop(identity, None)
@@ -278,38 +288,22 @@ class AgentSessions:
         digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=9, person=b"inject failures").digest()
         if int.from_bytes(digest[:8], "little") >= share * 2**64:
             return None
-        return _Saboteur(self, digest[8] % _FIRST_COMMANDS)
-
-    def injected(self) -> None:
-        """A drill has killed a sandbox."""
-        self._count(injected=1)
-
-    def _count_call(self, told: SessionResult) -> None:
-        if told.is_replayed:
-            self._count(replayed=1)
-            return
-        seconds = told.result.seconds
-        self._count(calls=1, call_s=seconds)
-        self.counts = msgspec.structs.replace(self.counts, call_max_s=max(self.counts.call_max_s, seconds))
-
-    def _count(self, **more: float) -> None:
-        counts = self.counts
-        self.counts = msgspec.structs.replace(counts, **{name: getattr(counts, name) + n for name, n in more.items()})
+        return _Saboteur(digest[8] % _FIRST_COMMANDS)
 
 
 class _Saboteur:
     """Kills the sandbox of a completion at one of its commands; the rest of the way it is a loss like any other."""
 
-    def __init__(self, sessions: AgentSessions, num_spared: int) -> None:
-        self._sessions = sessions
+    def __init__(self, num_spared: int) -> None:
         self._num_spared = num_spared
+        self.has_struck = False
         self._seen: set[str] = set()
 
     async def __call__(self, key: str, sandbox: Sandbox) -> None:
         """See ``Saboteur``."""
         self._seen.add(key)
         if len(self._seen) == self._num_spared + 1:
-            self._sessions.injected()
+            self.has_struck = True
             await sandbox.close()
 
 

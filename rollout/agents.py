@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rollforward.rollout.agent_sessions import AgentSessions, AgentSettings, AgentTurn, TurnAnswer
-from rollforward.rollout.environment import Ending, SandboxCounts
+from rollforward.rollout.environment import Ending
 
 _T = TypeVar("_T")
 
@@ -35,10 +35,6 @@ class Agents(Protocol):
 
     def finish(self, turn: AgentTurn) -> Future[Ending]:
         """Run the calls of the last turn, if it has some, take what is submitted, and give the sandbox back."""
-        ...
-
-    def counts(self) -> SandboxCounts:
-        """Return what was done so far."""
         ...
 
     def close(self) -> None:
@@ -70,46 +66,53 @@ class LocalAccess(msgspec.Struct, frozen=True, kw_only=True):
         return LocalAgents(self.settings, owner=owner)
 
 
+class LoopThread:
+    """An event loop in a thread of its own. Any thread may use it. States: running -> closed."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any) -> Future[_T]:
+        """Start a coroutine there."""
+        return asyncio.run_coroutine_threadsafe(function(*arguments), self._loop)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._loop.is_closed()
+
+    def close(self) -> None:
+        """End it; nothing may run there any more."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 class LocalAgents:
     """Agents on an event loop in a thread of this process. Implements ``Agents``."""
 
     def __init__(self, settings: AgentSettings, *, owner: str) -> None:
         """Start the thread."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
-        self._thread.start()
-        self._is_closed = False
-        self._sessions = self._run(self._make, settings, owner).result()
+        self._loop = LoopThread("agents")
+        self._sessions = AgentSessions(settings, owner=owner)
 
     def resume(self, turn: AgentTurn) -> None:
         """See ``Agents``."""
-        self._run(self._sessions.resume, turn)
+        self._loop.run(self._sessions.resume, turn)
 
     def answer(self, turn: AgentTurn) -> Future[TurnAnswer]:
         """See ``Agents``."""
-        return self._run(self._sessions.answer, turn)
+        return self._loop.run(self._sessions.answer, turn)
 
     def finish(self, turn: AgentTurn) -> Future[Ending]:
         """See ``Agents``."""
-        return self._run(self._sessions.finish, turn)
-
-    def counts(self) -> SandboxCounts:
-        """See ``Agents``."""
-        return self._sessions.counts
+        return self._loop.run(self._sessions.finish, turn)
 
     def close(self) -> None:
         """See ``Agents``."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._run(self._sessions.close).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    @staticmethod
-    async def _make(settings: AgentSettings, owner: str) -> AgentSessions:
-        return AgentSessions(settings, owner=owner)
-
-    def _run(self, function: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any) -> Future[_T]:
-        return asyncio.run_coroutine_threadsafe(function(*arguments), self._loop)
+        if not self._loop.is_closed:
+            self._loop.run(self._sessions.close).result()
+            self._loop.close()

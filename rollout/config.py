@@ -1,7 +1,7 @@
 """Schema of the rollout side: replicas, batching, durability of the log. Read by `rollout/`; assembled in
 `rl/config.py`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -49,6 +49,16 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bias_alarm_z: Annotated[float, msgspec.Meta(gt=0)] = 4.0
     """Standard deviations between the mean length of the responses trained on and the one that all attempts, unfinished
     ones too, tell of, beyond which a run warns of a length bias."""
+    max_infra_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    """Share of a step's completions that the platform may fail, sampling and judging taken together; of more the run
+    ends with the first cause, its state kept, because what is left says little about the policy."""
+    agent_loop: Literal["replica", "actors"] = "replica"
+    """Who runs the calls of completions that keep a sandbox: their replica, or actors of their own that need no GPU and
+    outlast replicas."""
+    agent_actors: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """(`actors`) How many; completions are shared out among them."""
+    agent_resources: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
+    """(`actors`) What a node must have for each, in Ray's names."""
     wal: WalConfig = WalConfig()
     """The token log: what a published token survives, and sizes."""
 

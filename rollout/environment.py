@@ -84,28 +84,15 @@ def failed_observation(identity: RequestId, detail: str) -> Observation:
     return Observation(id=identity, token_ids=np.zeros(0, np.int32), failure=FailureType.INFRA, detail=detail)
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left when a completion that kept a sandbox has ended."""
-
-    id: RequestId
-    """Its request."""
-    submission: Submission | None = None
-    """What it leaves; None where the platform failed."""
-    failure: FailureType | None = None
-    """`infra` where the platform failed, `timeout` where the time of its tools was used up."""
-    detail: str = ""
-    """What failed, for a person."""
-
-
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What completions did with their sandboxes, as far as this process answered them; under `sandbox/` in the log."""
+    """What completions did with their sandboxes, counted at their ends; under `sandbox/` in the metrics."""
 
     opened: int = 0
-    """Completions that came to use a sandbox, or came back to theirs."""
+    """Completions that used one."""
     created: int = 0
-    """Sandboxes that were made for those that ended."""
-    asked_again: int = 0
-    """Questions about sandboxes of those that ended that nobody had answered at first."""
+    """Sandboxes that were made for them."""
+    retried: int = 0
+    """Questions about sandboxes that were asked again because nobody had answered."""
     calls: int = 0
     """Calls that ran."""
     replayed: int = 0
@@ -122,6 +109,30 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Completions that used up the time of their tools."""
     injected: int = 0
     """Sandboxes that were killed for a drill."""
+
+    def __add__(self, other: "SandboxCounts") -> "SandboxCounts":
+        """Both together: sums, of `call_max_s` the larger."""
+        return SandboxCounts(
+            **{
+                name: max(value, getattr(other, name)) if name == "call_max_s" else value + getattr(other, name)
+                for name, value in msgspec.structs.asdict(self).items()
+            }
+        )
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left when a completion that kept a sandbox has ended."""
+
+    id: RequestId
+    """Its request."""
+    submission: Submission | None = None
+    """What it leaves; None where the platform failed."""
+    failure: FailureType | None = None
+    """`infra` where the platform failed, `timeout` where the time of its tools was used up."""
+    detail: str = ""
+    """What failed, for a person."""
+    counts: SandboxCounts = SandboxCounts()
+    """What it did, as far as this life of it goes."""
 
 
 class Environment(Protocol):
@@ -180,7 +191,7 @@ class Environment(Protocol):
         ...
 
     def counts(self) -> SandboxCounts:
-        """Return what was done so far. From any thread."""
+        """Return what completions did whose ``results`` were told. From any thread."""
         ...
 
     def collect(self, *, block: bool) -> list[Observation]:

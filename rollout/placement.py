@@ -4,13 +4,16 @@ What Ray says about a process, its node or an answer that is gone becomes ``Work
 itself raised stay what they are. Not here: what follows from a loss (rollout/supervisor.py).
 """
 
+import asyncio
 import contextlib
 import os
 import signal
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray._private.state import state as cluster_state  # listing draining nodes has no public form
@@ -22,15 +25,25 @@ from ray.exceptions import (
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
+    RayError,
+    RayTaskError,
     WorkerCrashedError,
 )
 
 from rollforward.conf.errors import first_line
+from rollforward.rollout.agent_sessions import AgentSettings, AgentTurn, TurnAnswer
+from rollforward.rollout.agents import LoopThread
 from rollforward.rollout.drain_file import Notices
+from rollforward.rollout.environment import Ending
 from rollforward.rollout.errors import RolloutLostError, WorkerLostError
 from rollforward.rollout.replica import Beat
-from rollforward.rollout.types import Request
+from rollforward.rollout.types import FailureType, Request
 from rollforward.rollout.worker import Worker
+from rollforward.sandbox.types import CallResult, CallStatus
+
+_AGENT_BACK_S: Final = 120.0
+"""An ``AgentActor`` that died answers again so long after; then what it was asked is an infra failure."""
+_AGENT_PAUSE_S: Final = 0.2
 
 _GONE = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, OutOfMemoryError)
 _NO_PLACE = (ActorUnschedulableError, ActorPlacementGroupRemoved, LocalRayletDiedError)
@@ -171,6 +184,82 @@ class RayHost:
     def lacking(self) -> str | None:
         """See ``Host``."""
         return lacking(self._resources, what="a replica", key="cluster.replica_resources")
+
+
+class ActorAgents:
+    """Agents in actors of their own. Implements ``Agents``: what an actor was asked when it died is asked again when it
+    is back, which finds in the command logs what had run."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        """Keep the handles of ``AgentActor``s; which one has a completion is a function of its id."""
+        self._actors = tuple(actors)
+        self._loop = LoopThread("agents")
+        self._asked: set[Future[Any]] = set()
+
+    def resume(self, turn: AgentTurn) -> None:
+        """See ``Agents``."""
+        self._of(turn).resume.remote(turn)
+
+    def answer(self, turn: AgentTurn) -> Future[TurnAnswer]:
+        """See ``Agents``."""
+        return self._kept(self._loop.run(self._answer, turn))
+
+    def finish(self, turn: AgentTurn) -> Future[Ending]:
+        """See ``Agents``."""
+        return self._kept(self._loop.run(self._finish, turn))
+
+    def close(self) -> None:
+        """See ``Agents``. The actors go on with what they were asked."""
+        if not self._loop.is_closed:
+            for asked in list(self._asked):
+                asked.cancel()
+            self._loop.close()
+
+    def _of(self, turn: AgentTurn) -> Any:
+        return self._actors[zlib.crc32(str(turn.id).encode()) % len(self._actors)]
+
+    def _kept(self, asked: Future[Any]) -> Future[Any]:
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        return asked
+
+    async def _answer(self, turn: AgentTurn) -> TurnAnswer:
+        answer = await self._ask(lambda: self._of(turn).answer.remote(turn))
+        if isinstance(answer, str):
+            return TurnAnswer(results=(CallResult(status=CallStatus.INFRA, text="", detail=answer),), position=0)
+        return answer
+
+    async def _finish(self, turn: AgentTurn) -> Ending:
+        ending = await self._ask(lambda: self._of(turn).finish.remote(turn))
+        if isinstance(ending, str):
+            return Ending(id=turn.id, failure=FailureType.INFRA, detail=ending)
+        return ending
+
+    async def _ask(self, ask: Callable[[], Any]) -> Any:
+        """The answer, or a sentence that says why there is none."""
+        end_s = time.monotonic() + _AGENT_BACK_S
+        while True:
+            try:
+                return await ask()
+            except RayTaskError:
+                raise
+            except RayError as error:
+                if time.monotonic() > end_s:
+                    return f"the actor that runs its tools is gone and did not come back ({first_line(error)})"
+            await asyncio.sleep(_AGENT_PAUSE_S)
+
+
+class ActorAccess:
+    """How a replica comes to agents in actors. Implements ``AgentsAccess``."""
+
+    def __init__(self, settings: AgentSettings, actors: Sequence[Any]) -> None:
+        """Keep what the actors were made with, and their handles."""
+        self.settings = settings
+        self._actors = tuple(actors)
+
+    def connect(self, owner: str) -> ActorAgents:
+        """See ``AgentsAccess``. The sandboxes are held in the actors' names."""
+        return ActorAgents(self._actors)
 
 
 def placement_options(resources: Mapping[str, float]) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class ToolEnvironment:
         self._pending: dict[RequestId, _Pending] = {}
         self._ready: list[Observation] = []
         self._endings: dict[RequestId, Future[Ending]] = {}
+        self._counts = SandboxCounts()
         self._finished: queue.SimpleQueue[RequestId | None] = queue.SimpleQueue()  # None wakes
         for name, task in tasks.items():
             needed = len(encoding.encode_observation([_TOO_MANY], task.effort))
@@ -192,15 +193,17 @@ class ToolEnvironment:
         """Wait for ends; see ``Environment``."""
         waited = {identity: self._endings.pop(identity) for identity in identities if identity in self._endings}
         try:
-            return {identity: ending.result() for identity, ending in waited.items()}
+            endings = {identity: ending.result() for identity, ending in waited.items()}
         except CancelledError:
             raise PausedError(
                 "the environment was closed while completions ended; whoever comes next finds them the same"
             ) from None
+        self._counts = sum((ending.counts for ending in endings.values()), self._counts)
+        return endings
 
     def counts(self) -> SandboxCounts:
         """Return what was done; see ``Environment``."""
-        return SandboxCounts() if self._agents is None else self._agents.counts()
+        return self._counts
 
     def close(self) -> None:
         """End the sandboxes of calls, let go of those of completions; see ``Environment``."""
