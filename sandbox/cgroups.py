@@ -80,14 +80,30 @@ def _group_mounts(mounts: str) -> Iterator[tuple[str, list[str], str, str]]:
 
 def _delegate(unified: Path, names: list[str]) -> list[str]:
     """Those of the controllers that groups below the directory will have."""
-    there: list[str] = []
-    for name in names:
+    try:
+        there = [name for name in names if name in (unified / "cgroup.controllers").read_text().split()]
+        wanted = [name for name in there if name not in (unified / "cgroup.subtree_control").read_text().split()]
+    except OSError:
+        return []
+    if wanted and not _enable(unified, wanted):
+        # A group with processes of its own gives its controllers to none below it: they move into one of those.
         with contextlib.suppress(OSError):
-            if name in (unified / "cgroup.controllers").read_text().split():
-                if name not in (unified / "cgroup.subtree_control").read_text().split():
-                    (unified / "cgroup.subtree_control").write_text(f"+{name}")
-                there.append(name)
+            leaf = unified / f"{_PREFIX}-supervisor"
+            leaf.mkdir(exist_ok=True)
+            for pid in (unified / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (leaf / "cgroup.procs").write_text(pid)
+        if not _enable(unified, wanted):
+            return [name for name in there if name not in wanted]
     return there
+
+
+def _enable(unified: Path, names: list[str]) -> bool:
+    try:
+        (unified / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in names))
+    except OSError:
+        return False
+    return True
 
 
 class Group:

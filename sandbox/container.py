@@ -51,14 +51,22 @@ class ContainerSubstrate:
         images: directories by image, the lowest first.
         label: part of the names of control groups; letters, digits, '-' and '_'.
         max_sandboxes: at one time.
+        hierarchies: control groups to use; None: those that there are.
     """
 
-    def __init__(self, images: Mapping[str, tuple[str, ...]], *, label: str, max_sandboxes: int) -> None:
+    def __init__(
+        self,
+        images: Mapping[str, tuple[str, ...]],
+        *,
+        label: str,
+        max_sandboxes: int,
+        hierarchies: cgroups.Hierarchies | None = None,
+    ) -> None:
         self._images = Images(images)
         self._label = cgroups.check_label(label)
         if not 0 < max_sandboxes < USERS:
             raise ValueError(f"max_sandboxes is {max_sandboxes}; it must be 1 to {USERS - 1}")
-        self._hierarchies = cgroups.find()
+        self._hierarchies = cgroups.find() if hierarchies is None else hierarchies
         self._users = list(range(FIRST_USER + max_sandboxes, FIRST_USER, -1))
         self._template: WarmTemplate | None = None
         self._starting = asyncio.Lock()

@@ -213,13 +213,12 @@ def _spawn(argv: list[bytes], environment: dict[str, str]) -> int:
     reset = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT]
     if b"/" in argv[0]:
         return os.posix_spawn(argv[0], argv, environment, setsid=True, setsigdef=reset)
-    failure: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    number = errno.ENOENT
     for directory in environment["PATH"].split(":"):
         path = os.path.join(os.fsencode(directory or "."), argv[0])
-        try:
+        # Looked at first: a start that fails has used up a process number, which commands can see.
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
             return os.posix_spawn(path, argv, environment, setsid=True, setsigdef=reset)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            failure = error
-    raise failure
+        if os.path.exists(path):
+            number = errno.EACCES
+    raise OSError(number, os.strerror(number))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from rollforward.sandbox.cgroups import Hierarchies
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult, SandboxSpec
@@ -17,11 +18,18 @@ SMALL = Limits(wall_s=20.0, memory_bytes=128 << 20, processes=32, disk_bytes=4 <
 class World:
     """A substrate, its event loop, and short words for what tests do with it. A context manager."""
 
-    def __init__(self, tools: list[ToolConfig], images: dict[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        tools: list[ToolConfig],
+        images: dict[str, tuple[str, ...]] | None = None,
+        hierarchies: Hierarchies | None = None,
+    ) -> None:
         self.loop = asyncio.new_event_loop()
         self.tools = tuple(tools)
         self.number = 0
-        self.substrate = ContainerSubstrate(images or {}, label=f"test-{os.getpid()}-{id(self)}", max_sandboxes=400)
+        self.substrate = ContainerSubstrate(
+            images or {}, label=f"test-{os.getpid()}-{id(self)}", max_sandboxes=400, hierarchies=hierarchies
+        )
         self.report = self.do(self.substrate.start())
 
     def do(self, what: Coroutine[Any, Any, T]) -> T:

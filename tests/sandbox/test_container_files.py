@@ -176,17 +176,19 @@ printf x > "$(printf 'bad\\377name')"; mkfifo p; ln a/b/f hard; head -c 100000 /
         world.do(container.snapshot(max_bytes=1000))
 
 
-def test_a_deep_tree_is_taken_given_and_removed(world: World, container: Container) -> None:
-    deep = Limits(files=16384, disk_bytes=64 << 20, memory_bytes=128 << 20)
-    container = world.create(deep)
-    dig = "import os\nfor i in range(3000): os.mkdir('d' * 9); os.chdir('d' * 9)\nopen('leaf', 'w').write('deep')"
-    assert world.python(container, dig).status == ExecStatus.OK
-    taken = world.do(container.snapshot(max_bytes=1 << 28))
-    other = world.create(deep, snapshot=taken)
-    walk = "import os\nfor i in range(3000): os.chdir('d' * 9)\nprint(open('leaf').read())"
+def test_deep_trees_are_taken_given_and_removed(world: World) -> None:
+    limits = Limits(files=16384, disk_bytes=64 << 20, memory_bytes=128 << 20)
+    dig = "import os\nfor i in range({}): os.mkdir('d' * 9); os.chdir('d' * 9)\nopen('leaf', 'w').write('deep')"
+    walk = "import os\nfor i in range(600): os.chdir('d' * 9)\nprint(open('leaf').read())"
+    container = world.create(limits)
+    assert world.python(container, dig.format(600)).status == ExecStatus.OK
+    other = world.create(limits, snapshot=world.do(container.snapshot(max_bytes=1 << 26)))
     assert world.python(other, walk).stdout == b"deep\n"
+    assert world.python(other, dig.format(3000).replace("'d'", "'e'")).status == ExecStatus.OK
+    with pytest.raises(SandboxFileError, match="more than"):
+        world.do(other.snapshot(max_bytes=1 << 16))
     world.do(other.kill())
-    world.do(container.kill())
+    assert [path for path in other.cgroup if path.exists()] == []
 
 
 def tar_of(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
