@@ -6,6 +6,7 @@ tests/faults/test_command_kills.py.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -158,6 +159,23 @@ def test_a_call_that_is_cancelled_is_asked_for_again_in_the_same_life(trajectory
         return await effects(session)
 
     assert trajectory.live(both).files == marks(0)
+
+
+def test_a_call_that_is_cancelled_while_its_sandbox_is_made_gets_one_that_is_not_given_up(
+    home: Home, tmp_path: Path
+) -> None:
+    for number, patience_s in enumerate((0.0, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012)):
+        trajectory = Trajectory(home, tmp_path / str(number))
+
+        async def both(session: Session, patience_s: float = patience_s) -> Collected:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.call("t0c0", mark("m0")), patience_s)
+            await some(session, 2)
+            await asyncio.sleep(0.02)
+            await some(session, 1, first=2)
+            return await effects(session)
+
+        assert trajectory.live(both).files == marks(0, 1, 2)
 
 
 def start_by_hand(trajectory: Trajectory, key: str, call: Call) -> None:
@@ -330,23 +348,24 @@ def test_a_sandbox_that_is_gone_with_its_memory_is_the_policys_doing_in_every_li
         while not await hoarded():
             await asyncio.sleep(0.02)
         trajectory.kill()
-        return [*results, await asking, await session.call("t2c0", mark("m2"))]
+        return [*results, await asking]
 
     made = trajectory.live(first)
-    assert [one.result.status for one in made] == [CallStatus.OK, CallStatus.OOM, CallStatus.OOM]
-    assert [one.result.text for one in made[1:]] == [OOM_TEXT] * 2
+    assert [one.result.status for one in made] == [CallStatus.OK, CallStatus.OOM]
+    assert made[1].result.text == OOM_TEXT
     assert trajectory.alive() == []
 
-    async def second(session: Session) -> list[SessionResult]:
+    async def second(session: Session) -> Collected:
         assert (await session.call("t1c0", hoard)).result == made[1].result
-        assert (await session.call("t2c0", mark("m2"))).result == made[2].result
-        new = await session.call("t3c0", mark("m3"))
-        collected = await effects(session)
-        assert (collected.files, collected.problem, collected.failure) == ({}, OOM_TEXT, "")
-        return [new]
+        for key in ("t2c0", "t3c0"):
+            told = (await session.call(key, mark(key))).result
+            assert (told.status, told.text) == (CallStatus.OOM, OOM_TEXT)
+        return await effects(session)
 
     for _ in range(2):
-        assert trajectory.live(second, transport=SocketTransport(NOWHERE))[0].result == made[2].result
+        # Nobody needs to be asked.
+        collected = trajectory.live(second, transport=SocketTransport(NOWHERE))
+        assert (collected.files, collected.problem, collected.failure) == ({}, OOM_TEXT, "")
     assert read_log(trajectory.log).history.failure == ""
 
 
