@@ -44,6 +44,8 @@ _CONTROL: Final = 3
 _SNAPSHOT: Final = 4
 _LAST_READS: Final = 64
 """Reads of a pipe whose writers should be gone; one may have been handed to another command, which goes on."""
+_MAX_ENDING: Final = command.SPARE_PROCESSES // 2
+_BURY_MS: Final = 1000
 _KILL_GRACE_S: Final = 10.0
 _FIRST_FREE: Final = 16
 """Descriptors from here on are in nobody's way while a container comes up."""
@@ -267,6 +269,7 @@ class Agent:
     def _start(self, request: frames.Head, blob: bytes) -> None:
         """Give a process a command (the blob is its standard input) or a call (it is the call)."""
         is_call = request["op"] == "call"
+        self._bury()
         process = self._dispatch(request, blob if is_call else b"")
         running = _Running(request, process, b"" if is_call else blob, self._room.limits["output_bytes"])
         self._running[process.pid] = running
@@ -277,6 +280,15 @@ class Agent:
         self._poller.register(process.stdin, select.POLLOUT)
         if not running.stdin:
             self._close(running, process.stdin)
+
+    def _bury(self) -> None:
+        """Wait for the end of processes whose command has been answered, but for a few: they count to the user's."""
+        ending = [running for running in self._running.values() if running.is_answered]
+        for running in ending[: -_MAX_ENDING or None]:
+            poller = select.poll()
+            poller.register(running.process.pidfd, select.POLLIN)
+            if poller.poll(_BURY_MS):
+                self._finish(running)
 
     def _dispatch(self, request: frames.Head, blob: bytes) -> command.Process:
         if self._spare is not None:

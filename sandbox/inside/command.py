@@ -29,6 +29,8 @@ _ENVIRONMENT: Final = {
 }
 _REPORT, _REQUEST = 3, 4
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+SPARE_PROCESSES: Final = 4
+"""The user may have so many more: those that wait for a command, or for their own end after one."""
 _MAX_SIGNALS: Final = 1024
 
 
@@ -145,7 +147,7 @@ class Room:
             resource.RLIMIT_CPU: (seconds, seconds + 1),
             resource.RLIMIT_FSIZE: (limits["disk_bytes"],) * 2,
             resource.RLIMIT_NOFILE: (1024, 1024),
-            resource.RLIMIT_NPROC: (limits["processes"],) * 2,
+            resource.RLIMIT_NPROC: (limits["processes"] + SPARE_PROCESSES,) * 2,
             resource.RLIMIT_CORE: (1, 1),  # 0 would not keep a core from the program in the host's core_pattern
             resource.RLIMIT_SIGPENDING: (_MAX_SIGNALS,) * 2,  # they count to the host's user too
             resource.RLIMIT_MEMLOCK: (0, 0),
