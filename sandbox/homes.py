@@ -7,6 +7,7 @@
         log                              what it and the processes below it say
         leases/                          leases.py
         tools/                           sources of tools, by hash
+        groups                           where its control groups are: below the group of whoever started it
 
 A home whose lock is free is nobody's: whoever takes the lock ends what its records and its name in the control groups
 lead to, and removes it. A supervisor is told apart from its predecessor by the lock alone, never by its files.
@@ -32,6 +33,7 @@ from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.leases import LeaseBook, LeaseRecord, started_ticks
 
 _LOCK: Final = "LOCK"
+_GROUPS: Final = "groups"
 _END_S: Final = 5.0
 """For killed processes to leave their control groups."""
 _LOOK_S: Final = 0.01
@@ -158,10 +160,25 @@ class Claim:
         records = list(self.home.book.read())
         for record in records:
             _end_process(record)
-        _end_groups(self.home.name, {Path(path).parent for record in records for path in record.cgroups})
+        _end_groups(self.home.name, self._group_parents() | {Path(g).parent for r in records for g in r.cgroups})
         for entry in self.home.path.iterdir():
             if entry.name != _LOCK:
                 _remove(entry)
+
+    def note_groups(self) -> None:
+        """Write down where control groups will be, before there are any.
+
+        Raises:
+            OSError: there is no room.
+        """
+        (self.home.path / _GROUPS).write_bytes(b"\n".join(os.fsencode(path) for path in cgroups.find().parents()))
+
+    def _group_parents(self) -> set[Path]:
+        try:
+            noted = (self.home.path / _GROUPS).read_bytes()
+        except OSError:
+            return set()
+        return {Path(os.fsdecode(line)) for line in noted.splitlines() if line.startswith(b"/")}
 
     def remove(self) -> None:
         """Remove the home and release the lock."""

@@ -157,7 +157,9 @@ def _start(home: Home, config: ContainerConfig, end_s: float) -> None:
 def _read(said: IO[bytes], end_s: float) -> bytes:
     """All that is said until the end of it or of the time."""
     data = b""
-    while select.select([said], [], [], max(end_s - time.monotonic(), 0.0))[0]:
+    poll = select.poll()  # not select, which knows descriptors below 1024 only
+    poll.register(said, select.POLLIN)
+    while poll.poll(max(end_s - time.monotonic(), 0.0) * 1000):
         chunk = said.read(1 << 16)
         if not chunk:
             break

@@ -129,8 +129,10 @@ def started_ticks(pid: int) -> int | None:
 def _read(path: Path) -> LeaseRecord | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            crc, _, body = file.read(_MAX_BYTES).partition(b"\n")
+        try:
+            crc, _, body = os.read(descriptor, _MAX_BYTES).partition(b"\n")
+        finally:
+            os.close(descriptor)
     except OSError:
         return None
     body = body.removesuffix(b"\n")

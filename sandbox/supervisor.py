@@ -283,6 +283,7 @@ def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:
             os.write(ready, wire.TAKEN)
             return
         claim.clean()
+        claim.note_groups()
         log = os.open(home.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         for descriptor in (1, 2):
             os.dup2(log, descriptor)

@@ -102,8 +102,9 @@ async def test_arguments_of_a_tool_arrive_as_they_are(stage: Stage, name: str, t
     (tmp_path / "say.py").write_text('def say(value: dict) -> str:\n    """Says."""\n    return repr(value)\n')
     spec = SandboxSpec(tools=(ToolConfig(name="say", file=str(tmp_path / "say.py")),))
     async with stage.client() as client:
-        sandbox = await client.create(name, spec)
+        await (await client.create(f"{name}-1", SandboxSpec(tools=spec.tools, limits=Limits(processes=32)))).close()
         (tmp_path / "say.py").unlink()  # the supervisor may be on another machine
+        sandbox = await client.create(name, spec)
         value = {"big": 1 << 200, "half": "\ud83d", "nul": "\0", "float": 0.1, "none": None, "list": [1, [2.5, "x"]]}
         result = await sandbox.call(Call(tool="say", arguments={"value": value}), key="t0c0")
         assert (result.status, result.text) == (CallStatus.OK, repr(value))

@@ -3,6 +3,7 @@
 Does not prove: that control groups and processes of real sandboxes go (test_supervisor_kills.py).
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rollforward.sandbox import cgroups
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.homes import Claim, Home, homes_root, supervisor_id, sweep_home, sweep_homes
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
@@ -190,6 +192,56 @@ def test_a_lock_is_free_as_soon_as_its_process_is_killed() -> None:
         process.kill()
     wait_for(lambda: is_gone(process.pid))
     assert sweep_home(Home.of(NAME))
+
+
+def test_control_groups_are_found_wherever_the_dead_one_had_them() -> None:
+    """A supervisor was killed before it could record a sandbox, and whoever cleans up is in another group."""
+    parents = [parent / "rollforward-elsewhere" for parent in cgroups.find().parents()]
+    home, member = Home.of(NAME), subprocess.Popen(["sleep", "1000"])
+    groups = [parent / f"rollforward.{NAME}.x" for parent in parents]
+    try:
+        for group in groups:
+            group.mkdir(parents=True)
+            (group / "cgroup.procs").write_text(str(member.pid))
+        claim = Claim.take(home, make=True)
+        assert claim is not None
+        (home.path / "groups").write_text("\n".join(map(str, [*parents, "/nowhere", "relative", "\0"])))
+        claim.release()
+        assert sweep_home(home)
+        assert member.wait(timeout=10) == -signal.SIGKILL
+        assert [group for group in groups if group.exists()] == []
+    finally:
+        member.kill()
+        member.wait()
+        for path in [*groups, *parents]:
+            if path.exists():
+                path.rmdir()
+
+
+@pytest.mark.parametrize("is_taken_again", [False, True])
+def test_a_home_that_was_removed_while_its_lock_was_waited_for_is_nobodys(
+    is_taken_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home.of(NAME)
+    held = Claim.take(home, make=True)
+    lock = fcntl.flock
+
+    def slow_lock(descriptor: int, operation: int) -> None:
+        if waiting:
+            waiting.pop().remove()  # between the opening of the file and the lock
+            if is_taken_again:
+                others.append(Claim.take(home, make=True))
+        lock(descriptor, operation)
+
+    waiting, others = [held] if held is not None else [], list[Claim | None]()
+    monkeypatch.setattr(fcntl, "flock", slow_lock)
+    claim = Claim.take(home, make=True)
+    assert home.holder() == os.getpid()
+    assert [claim is not None, *(other is not None for other in others)].count(True) == 1
+    for one in (claim, *others):
+        if one is not None:
+            one.remove()
+    assert not home.path.exists()
 
 
 @pytest.mark.parametrize("kind", ["link", "open", "file"])
