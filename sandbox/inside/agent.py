@@ -44,6 +44,9 @@ _CONTROL: Final = 3
 _SNAPSHOT: Final = 4
 _LAST_READS: Final = 64
 """Reads of a pipe whose writers should be gone; one may have been handed to another command, which goes on."""
+_SPARE_AFTER_S: Final = 0.005
+"""A command that takes longer may not be the next one's predecessor: another process is made."""
+_RETRY_S: Final = 0.1
 _MAX_ENDING: Final = command.SPARE_PROCESSES // 2
 _BURY_MS: Final = 1000
 _KILL_GRACE_S: Final = 10.0
@@ -144,14 +147,18 @@ class _Kept:
         if len(self._tail) > 2 * self._last + (1 << 16):
             del self._tail[: len(self._tail) - self._last]
 
+    def ends_with(self, end: bytes) -> bool:
+        return (self._tail or self._head).endswith(end)
+
     def value(self) -> bytes:
         return bytes(self._head + self._tail[max(len(self._tail) - self._last, 0) :])
 
 
 class _Running:
-    """A command or call that runs: its first process and what is read from it."""
+    """A command or call that runs: its process, and this side's ends of what it writes and reads."""
 
     def __init__(self, request: frames.Head, process: command.Process, stdin: bytes, output_bytes: int) -> None:
+        """`ends` are those of its input, output and errors; none for a call."""
         self.request = request
         self.process = process
         self.is_call = request["op"] == "call"
@@ -159,16 +166,20 @@ class _Running:
         self.end = self.start + request["wall_s"]
         self.is_over = False
         self.is_answered = False
-        self.stdin = memoryview(stdin)
+        self.stdin_bytes = memoryview(stdin)
         self.report_bytes = MAX_ANSWER_BYTES + 1 if self.is_call else 1 << 16
-        self.kept = {
-            process.stdout: _Kept(output_bytes),
-            process.stderr: _Kept(output_bytes),
-            process.report: _Kept(2 * self.report_bytes),
-        }
+        self.report = _Kept(2 * self.report_bytes)
+        self.output, self.errors = _Kept(output_bytes), _Kept(output_bytes)
+        self.stdin = self.stdout = self.stderr = -1
+        self.kept = {process.channel: self.report}
+
+    def attach(self, stdin: int, stdout: int, stderr: int) -> None:
+        """Take this side's ends of a command's pipes."""
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        self.kept |= {stdout: self.output, stderr: self.errors}
 
     def has_said_too_much(self) -> bool:
-        return self.kept[self.process.report].total > self.report_bytes
+        return self.report.total > self.report_bytes
 
     def kill(self) -> None:
         signal.pidfd_send_signal(self.process.pidfd, signal.SIGKILL)
@@ -182,6 +193,7 @@ class Agent:
         self._room = room
         self._closing: list[int] = []
         self._spare: command.Process | None = None
+        self._spare_at = 0.0
         self._running: dict[int, _Running] = {}
         self._owners: dict[int, _Running] = {}
         self._streams: deque[tuple[frames.Head, Iterator[tuple[frames.Head, bytes]]]] = deque()
@@ -191,7 +203,8 @@ class Agent:
     def serve(self) -> None:
         """Answer requests and look after what runs, for ever."""
         while True:
-            if self._spare is None:
+            if self._spare is None and time.monotonic() >= self._spare_at:
+                self._spare_at = time.monotonic() + _RETRY_S
                 with contextlib.suppress(OSError):  # the next command tries again, and is told
                     self._spare = self._room.prepare()
             for descriptor, event in self._poller.poll(self._wait_ms()):
@@ -217,6 +230,8 @@ class Agent:
             return 0
         waited = [running for running in self._running.values() if not running.is_answered]
         ends = [running.end + _KILL_GRACE_S * running.is_over for running in waited]
+        if self._spare is None:
+            ends.append(self._spare_at)
         return max(1000 * (min(ends) - time.monotonic()), 0) + 1 if ends else None
 
     def _send_part(self) -> None:
@@ -268,18 +283,39 @@ class Agent:
 
     def _start(self, request: frames.Head, blob: bytes) -> None:
         """Give a process a command (the blob is its standard input) or a call (it is the call)."""
-        is_call = request["op"] == "call"
         self._bury()
-        process = self._dispatch(request, blob if is_call else b"")
-        running = _Running(request, process, b"" if is_call else blob, self._room.limits["output_bytes"])
-        self._running[process.pid] = running
-        for descriptor in (process.stdout, process.stderr, process.report, process.pidfd):
-            self._owners[descriptor] = running
-            self._poller.register(descriptor, select.POLLIN)
-        self._owners[process.stdin] = running
-        self._poller.register(process.stdin, select.POLLOUT)
-        if not running.stdin:
-            self._close(running, process.stdin)
+        if request["op"] == "call":
+            running = _Running(request, self._dispatch(request, blob, []), b"", 0)
+            self._spare_at = 0.0  # it will take no other
+        else:
+            # Without a pipe where there is nothing to say.
+            stdin, input_end = os.pipe2(os.O_CLOEXEC) if blob else (os.open("/dev/null", os.O_RDONLY), -1)
+            (stdout, output_end), (stderr, errors_end) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+            theirs, ours = [stdin, output_end, errors_end], [input_end, stdout, stderr]
+            try:
+                process = self._dispatch(request, b"", theirs)
+            except OSError:
+                for descriptor in ours:
+                    if descriptor >= 0:
+                        os.close(descriptor)
+                raise
+            finally:
+                for descriptor in theirs:
+                    os.close(descriptor)
+            running = _Running(request, process, blob, self._room.limits["output_bytes"])
+            running.attach(*ours)
+            self._spare_at = running.start + _SPARE_AFTER_S
+        self._running[running.process.pid] = running
+        for descriptor in (*running.kept, running.process.pidfd):
+            os.set_blocking(descriptor, False)
+            self._watch(running, descriptor, select.POLLIN)
+        if running.stdin >= 0:
+            os.set_blocking(running.stdin, False)
+            self._watch(running, running.stdin, select.POLLOUT)
+
+    def _watch(self, running: _Running, descriptor: int, events: int) -> None:
+        self._owners[descriptor] = running
+        self._poller.register(descriptor, events)
 
     def _bury(self) -> None:
         """Wait for the end of processes whose command has been answered, but for a few: they count to the user's."""
@@ -290,32 +326,47 @@ class Agent:
             if poller.poll(_BURY_MS):
                 self._finish(running)
 
-    def _dispatch(self, request: frames.Head, blob: bytes) -> command.Process:
+    def _dispatch(self, request: frames.Head, blob: bytes, descriptors: list[int]) -> command.Process:
         if self._spare is not None:
             process, self._spare = self._spare, None
             try:
-                process.send(request, blob)
+                process.send(request, blob, descriptors)
             except OSError:
                 process.discard()  # killed for memory that others used
             else:
                 return process
         process = self._room.prepare()
-        process.send(request, blob)
+        try:
+            process.send(request, blob, descriptors)
+        except OSError as error:
+            raise OSError(error.errno, process.discard() or error.strerror) from None
         return process
 
     def _look(self, running: _Running, descriptor: int, event: int) -> None:
         process = running.process
         if descriptor == process.pidfd:
             self._finish(running)
-        elif descriptor == process.stdin:
+        elif descriptor == running.stdin:
             self._feed(running, event)
-        elif self._read(running, descriptor) and descriptor == process.report:
-            report = running.kept[descriptor]
+        elif self._read(running, descriptor) and descriptor == process.channel:
             if running.has_said_too_much():
                 running.kill()
-            elif not running.is_call and report.total > len(command.ENTERED) and not running.is_answered:
+            elif not running.is_call and not running.is_answered and running.report.ends_with(command.REPORT_END):
                 # Nothing of it is left but the process around it, whose end nobody has to wait for.
                 self._conclude(running, {"code": 0, "cpu_s": 0.0})
+                self._keep(running)
+
+    def _keep(self, running: _Running) -> None:
+        """Have a process wait for the next command, if none does and it can."""
+        process = running.process
+        stays = not running.is_over and _of_leader(running.report.value()).get("stays", False)
+        if self._spare is None and stays:
+            self._spare = process
+            self._forget(running, process.channel)
+            self._forget(running, process.pidfd)
+            del self._running[process.pid]
+        else:
+            self._close(running, process.channel)  # which it waits at: it ends
 
     def _read(self, running: _Running, descriptor: int) -> bool:
         """Read what there is; False where there is nothing more."""
@@ -331,20 +382,26 @@ class Agent:
 
     def _feed(self, running: _Running, event: int) -> None:
         try:
-            done = 0 if event & select.POLLERR else os.write(running.process.stdin, running.stdin[: 1 << 16])
+            done = 0 if event & select.POLLERR else os.write(running.stdin, running.stdin_bytes[: 1 << 16])
         except BlockingIOError:
             return
         except OSError:
             done = 0
-        running.stdin = running.stdin[done:]
-        if done == 0 or not running.stdin:
-            self._close(running, running.process.stdin)
+        running.stdin_bytes = running.stdin_bytes[done:]
+        if done == 0 or not running.stdin_bytes:
+            self._close(running, running.stdin)
 
     def _close(self, running: _Running, descriptor: int) -> None:
-        if self._owners.get(descriptor) is running:
-            del self._owners[descriptor]
-            self._poller.unregister(descriptor)
+        if self._forget(running, descriptor):
             self._closing.append(descriptor)
+
+    def _forget(self, running: _Running, descriptor: int) -> bool:
+        """Whether it was watched."""
+        if self._owners.get(descriptor) is not running:
+            return False
+        del self._owners[descriptor]
+        self._poller.unregister(descriptor)
+        return True
 
     def _finish(self, running: _Running) -> None:
         """Its first process has ended, and with it all that it had started."""
@@ -353,17 +410,19 @@ class Agent:
         if not running.is_answered:
             used = {"code": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
             self._conclude(running, used)
-        for descriptor in (process.report, process.stdout, process.stderr, process.stdin, process.pidfd):
-            self._close(running, descriptor)
+        self._close(running, process.channel)
+        self._close(running, process.pidfd)
         del self._running[process.pid]
 
     def _conclude(self, running: _Running, used: frames.Head) -> None:
         """Read what is left, and answer."""
-        process, request = running.process, running.request
-        for descriptor in (process.report, process.stdout, process.stderr):
+        request = running.request
+        for descriptor in list(running.kept):
             for _ in range(_LAST_READS):
                 if self._owners.get(descriptor) is not running or not self._read(running, descriptor):
                     break
+        for descriptor in (running.stdin, running.stdout, running.stderr):
+            self._close(running, descriptor)
         running.is_answered = True
         head = {
             **used,
@@ -371,13 +430,13 @@ class Agent:
             "seconds": time.monotonic() - running.start,
             "is_full": files.is_full(self._upper),
         }
-        report = running.kept[process.report]
+        report = running.report.value()
         if running.is_call:
-            self._answer(request, head, report.value()[: running.report_bytes])
+            self._answer(request, head, report[: running.report_bytes])
             return
-        out, err = running.kept[process.stdout], running.kept[process.stderr]
+        out, err = running.output, running.errors
         totals = {"stdout_bytes": out.total, "stderr_bytes": err.total}
-        self._answer(request, {**head, **totals, **_of_leader(report.value())}, out.value(), err.value())
+        self._answer(request, {**head, **totals, **_of_leader(report)}, out.value(), err.value())
 
 
 def _of_leader(report: bytes) -> frames.Head:

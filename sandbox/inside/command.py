@@ -1,18 +1,22 @@
 """Processes that a container's agent forks, one for each command or call: how they shut themselves in.
 
 Each is PID 1 of its own PID namespace, in a mount namespace with a fresh /proc. It is made before it is needed, shuts
-itself in, and waits for its one request. For a command it stays between: it starts the command as PID 2, waits, ends
-everything else that is left, and reports; nothing inside can kill it or look into it. For a call it runs the function
-itself, so that only its end is the end of all it has started.
+itself in, and waits for requests. For a command it stays between: it starts the command, waits, ends everything else
+that is left and buries it, and reports; nothing inside can kill it or look into it. When it has reported, its namespace
+is as empty as before, and it may take another command. A call is its last request: it runs the function itself, so that
+only its end is the end of all it has started.
 """
 
 import contextlib
 import errno
+import gc
 import json
 import math
 import os
 import resource
 import signal
+import socket
+import struct
 from typing import Any, Final
 
 from rollforward.sandbox.inside import frames, root, system
@@ -27,7 +31,13 @@ _ENVIRONMENT: Final = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-_REPORT, _REQUEST = 3, 4
+REPORT_END: Final = b"\n"
+"""Last byte of what is reported of a command."""
+_CHANNEL: Final = 3
+_STREAMS: Final = 3
+_MAX_USES: Final = 64
+_MAX_OWN_CPU_S: Final = 0.25
+"""A process that has computed for so long takes no further command: its limit of computing time is the commands'."""
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 SPARE_PROCESSES: Final = 4
 """The user may have so many more: those that wait for a command, or for their own end after one."""
@@ -35,33 +45,47 @@ _MAX_SIGNALS: Final = 1024
 
 
 class Process:
-    """A forked process and this side's ends of its pipes."""
+    """A forked process and this side's end of the socket between."""
 
-    def __init__(self, pid: int, pidfd: int, ends: list[int]) -> None:
-        """Ends are those of the report, its output, its errors, its input and its request."""
+    def __init__(self, pid: int, pidfd: int, channel: int) -> None:
+        """It has had no request."""
         self.pid = pid
         self.pidfd = pidfd
-        self.report, self.stdout, self.stderr, self.stdin, self.request = ends
+        self.channel = channel
 
-    def send(self, request: frames.Head, blob: bytes) -> None:
-        """Give it its request; once.
+    def send(self, request: frames.Head, blob: bytes, descriptors: list[int]) -> None:
+        """Give it a request.
+
+        Args:
+            request: what to do.
+            blob: the call, for a call.
+            descriptors: input, output and errors, for a command; they stay open.
 
         Raises:
             OSError: it is gone, and nothing has run.
         """
+        message = frames.pack(request, blob)
+        os.set_blocking(self.channel, True)
+        channel = socket.socket(fileno=self.channel)
         try:
-            system.write_all(self.request, frames.pack(request, blob))
+            socket.send_fds(channel, [message[: frames.LENGTH.size]], descriptors)
+            channel.sendall(message[frames.LENGTH.size :])
         finally:
-            os.close(self.request)
-            self.request = -1
+            channel.detach()
+        os.set_blocking(self.channel, False)
 
-    def discard(self) -> None:
-        """End it where it has had no request that reached it."""
+    def discard(self) -> str:
+        """End it where it has had no request that reached it; what it has said."""
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        for descriptor in (self.report, self.stdout, self.stderr, self.stdin, self.request, self.pidfd):
-            if descriptor >= 0:
-                os.close(descriptor)
+        os.set_blocking(self.channel, False)
+        try:
+            said = os.read(self.channel, 1 << 12)
+        except OSError:
+            said = b""
+        os.close(self.channel)
+        os.close(self.pidfd)
+        return said.decode("utf-8", "replace")
 
 
 class Room:
@@ -76,55 +100,59 @@ class Room:
         self._of_calls = Filter(sockets=True, own_limits=False)
 
     def prepare(self) -> Process:
-        """Fork a process that shuts itself in and waits for its request.
+        """Fork a process that shuts itself in and waits for a request.
 
         Raises:
             OSError: there is no room for it.
         """
-        ours, theirs = list[int](), list[int]()
-        try:
-            for index in range(5):
-                read, write = os.pipe2(os.O_CLOEXEC)
-                is_to_us = index < 3
-                ours.append(read if is_to_us else write)
-                theirs.append(write if is_to_us else read)
-            pid, pidfd = system.fork(system.NEWPID | system.NEWNS)
-        except OSError:
-            for descriptor in (*ours, *theirs):
-                os.close(descriptor)
-            raise
-        if pid == 0:
-            self._run(theirs)
-        for descriptor in theirs:
-            os.close(descriptor)
-        for descriptor in ours[:-1]:
-            os.set_blocking(descriptor, False)
-        return Process(pid, pidfd, ours)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid, pidfd = system.fork(system.NEWPID | system.NEWNS)
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                self._run(theirs.fileno())
+        return Process(pid, pidfd, ours.detach())
 
-    def _run(self, pipes: list[int]) -> None:
+    def _run(self, channel: int) -> None:
         """All that the process does. Never returns."""
         status = 1
         try:
             try:
-                self._enter(pipes)
-                request, call = _receive()
+                self._enter(channel)
             except (OSError, ValueError) as error:
-                os.write(_REPORT, str(error).encode())
+                os.write(_CHANNEL, str(error).encode())
             else:
-                if request["op"] == "call":
-                    self._call(call, request["max_chars"])
-                else:
-                    _lead(request)
+                self._serve(socket.socket(fileno=_CHANNEL))
                 status = 0
         finally:
             os._exit(status)  # not through exit handlers and threads, which may never end
 
-    def _enter(self, pipes: list[int]) -> None:
+    def _serve(self, channel: socket.socket) -> None:
+        for left in reversed(range(_MAX_USES)):
+            request, call, descriptors = _receive(channel)
+            if request["op"] == "call":
+                self._call(call, request["max_chars"])
+                return
+            own = resource.getrusage(resource.RUSAGE_SELF)
+            stays = left > 0 and own.ru_utime + own.ru_stime < _MAX_OWN_CPU_S
+            _lead(request, descriptors, stays)
+            if not stays:
+                return
+
+    def _enter(self, channel: int) -> None:
         os.setsid()
-        report, out, err, source, request = pipes
-        for target, descriptor in enumerate((source, out, err, report, request)):
-            os.dup2(descriptor, target, inheritable=target < _REPORT)
-        os.closerange(_REQUEST + 1, 1 << 16)
+        if channel != _CHANNEL:
+            os.dup2(channel, _CHANNEL, inheritable=False)
+        os.closerange(_CHANNEL + 1, 1 << 16)
+        null = os.open(
+            "/dev/null", os.O_RDWR
+        )  # the image's: the agent's own lies on a mount that has no place any more
+        for descriptor in range(_STREAMS):
+            os.dup2(null, descriptor)
+        os.close(null)
         proc = system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC
         system.mount("proc", "/proc", "proc", proc)
         for path in self._masked:
@@ -162,65 +190,65 @@ class Room:
             resource.setrlimit(name, (soft, hard))
 
     def _call(self, call: bytes, max_chars: int) -> None:
-        null = os.open("/dev/null", os.O_RDWR)
-        for descriptor in range(_REPORT):
-            os.dup2(null, descriptor)
-        os.close(null)
+        gc.enable()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
         self._of_calls.install()
         with contextlib.suppress(OSError):  # an earlier one may have forbidden it, which is no failure of the platform
             os.chdir("/workspace")
-        say_answer(_REPORT, self._tools, call, max_chars)
+        say_answer(_CHANNEL, self._tools, call, max_chars)
 
 
-def _receive() -> tuple[frames.Head, bytes]:
+def _receive(channel: socket.socket) -> tuple[frames.Head, bytes, list[int]]:
     try:
-        (size,) = frames.LENGTH.unpack(system.read_exactly(_REQUEST, frames.LENGTH.size))
-        head, (blob,) = frames.unpack(system.read_exactly(_REQUEST, size))
-    except EOFError:
-        os._exit(0)  # nobody wants it
-    os.close(_REQUEST)
-    return head, blob
+        length, descriptors, _, _ = socket.recv_fds(channel, frames.LENGTH.size, _STREAMS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        length += system.read_exactly(_CHANNEL, frames.LENGTH.size - len(length)) if length else b""
+        (size,) = frames.LENGTH.unpack(length)
+        head, (blob,) = frames.unpack(system.read_exactly(_CHANNEL, size))
+    except (EOFError, struct.error):
+        os._exit(0)  # nobody wants it any more
+    return head, blob, descriptors
 
 
-def _lead(request: dict[str, Any]) -> None:
-    """Start the command, wait for it, end all that it has left, and report."""
+def _lead(request: dict[str, Any], descriptors: list[int], stays: bool) -> None:
+    """Start the command, wait for it, end and bury all that it has left, and report."""
     environment = {**_ENVIRONMENT, **request["env"]}
-    os.write(_REPORT, ENTERED)
+    os.write(_CHANNEL, ENTERED)
+    said: frames.Head = {"stays": stays}
     try:
         os.chdir(os.fsencode(request["cwd"]))
-        pid = _spawn([os.fsencode(argument) for argument in request["argv"]], environment)
+        pid = _spawn([os.fsencode(argument) for argument in request["argv"]], environment, descriptors)
     except (OSError, ValueError) as error:
         is_absent = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
         reason = getattr(error, "strerror", None) or error
-        os.write(2, f"{request['argv'][0]}: {reason}\n".encode("utf-8", "replace"))
-        os.write(_REPORT, json.dumps({"leader": _NOT_FOUND if is_absent else _NOT_EXECUTABLE}).encode())
-        return
-    for descriptor in range(_REPORT):
+        os.write(descriptors[2], f"{request['argv'][0]}: {reason}\n".encode("utf-8", "replace"))
+        pid, said["leader"] = -1, _NOT_FOUND if is_absent else _NOT_EXECUTABLE
+    for descriptor in descriptors:
         os.close(descriptor)
-    status, usage = 0, resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = -1
-    while done != pid:
+    done = 0
+    while done != pid and pid > 0:
         done, status, usage = os.wait4(-1, 0)
+        said["leader"], said["leader_cpu_s"] = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait4(-1, 0)
-    said = {"leader": os.waitstatus_to_exitcode(status), "leader_cpu_s": usage.ru_utime + usage.ru_stime}
-    os.write(_REPORT, json.dumps(said).encode())
+    os.write(_CHANNEL, json.dumps(said).encode() + REPORT_END)
 
 
-def _spawn(argv: list[bytes], environment: dict[str, str]) -> int:
+def _spawn(argv: list[bytes], environment: dict[str, str], descriptors: list[int]) -> int:
+    actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(descriptors)]
     reset = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT]
     if b"/" in argv[0]:
-        return os.posix_spawn(argv[0], argv, environment, setsid=True, setsigdef=reset)
+        return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setsid=True, setsigdef=reset)
     number = errno.ENOENT
     for directory in environment["PATH"].split(":"):
         path = os.path.join(os.fsencode(directory or "."), argv[0])
         # Looked at first: a start that fails has used up a process number, which commands can see.
         if os.access(path, os.X_OK) and not os.path.isdir(path):
-            return os.posix_spawn(path, argv, environment, setsid=True, setsigdef=reset)
+            return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True, setsigdef=reset)
         if os.path.exists(path):
             number = errno.EACCES
     raise OSError(number, os.strerror(number))

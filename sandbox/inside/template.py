@@ -37,8 +37,8 @@ _PRELOADED: Final = (
     *("string", "struct", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "time", "traceback", "typing"),
     *("unicodedata", "warnings", "zlib", "encodings.latin_1", "encodings.ascii"),
 )
-"""What tools may import while they run, when this machine's Python may be out of their sight. What a tool's file imports
-at its top is there too; the less memory this process has, the faster it is forked."""
+"""What tools may import while they run, when this machine's Python may be out of their sight; what a tool's file
+imports at its top is there too. The less memory this process has, the faster it is forked."""
 
 
 def main() -> None:

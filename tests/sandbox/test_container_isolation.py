@@ -103,8 +103,8 @@ for n in range(1024):
     except OSError: pass
 """
     command, call = both(world, container, code)
-    assert command == ["pipe", "pipe", "pipe"]
-    assert call == ["/dev/null", "/dev/null", "/dev/null", "pipe"]
+    assert command == ["/dev/null", "pipe", "pipe"]
+    assert call == ["/dev/null", "/dev/null", "/dev/null", "socket"]
 
 
 def test_proc_shows_its_own_processes_and_nothing_of_the_host(world: World, container: Container) -> None:
