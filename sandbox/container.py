@@ -1,8 +1,24 @@
 """The container substrate: a sandbox with files of its own that lasts from one command to the next.
 
 Each is forked from one warm process inside bubblewrap (`inside/template.py`) into its own user, PID, mount, network,
-IPC and UTS namespaces; its first process is an agent (`inside/agent.py`) that runs commands for this one. What
-of the host can be seen at all is said by `bubblewrap.py`.
+IPC and UTS namespaces; its first process is an agent (`inside/agent.py`) that runs commands for this one. What of the
+host can be seen at all is said by `bubblewrap.py`, and what a command is shut in with by `inside/command.py`. Files lie
+in memory, in an overlay whose private layer has a fixed size (`inside/root.py`). What it does not isolate:
+
+- The kernel is the host's. A flaw in a system call that an unprivileged process may make is a way out; micro-VMs are
+  for code that looks for one. A command sees the kernel's version, the clock, the machine's load and memory in /proc,
+  and where this machine's /usr and Python lie.
+- CPU time: a command may keep as many cores busy as the sandbox has processes, until its deadline.
+- Commands of one sandbox from each other: they are one user, share files and the loopback network, and can pass on what
+  they have open.
+- Memory, where control groups cannot be written: then it is limited by process (`host.py` says so at the start).
+- Where the host's user is not root, commands are that user, whatever they see: his limits count for all of them.
+- Terminals, netlink, inotify, System V and POSIX IPC, and memfds are not there at all.
+- The image `host`: this machine's /usr and Python can be read, by nobody in particular. No secret belongs there. An
+  image's files belong to nobody inside: what needs to change them as their owner cannot.
+- The tools' own code: a file is imported in the container before any call, with rights over it, by whoever configured
+  it.
+- Timing: who shares the machine can be measured.
 """
 
 import asyncio
