@@ -5,6 +5,8 @@ and that every result is the one of an undisturbed run, and the same bits in eve
 itself leaves is in tests/sandbox/test_session.py.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -20,11 +22,17 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 import pytest
+import ray
+from ray.exceptions import RayError
 
-from rollforward.sandbox.command_log import read_log
-from rollforward.sandbox.homes import Home
+from rollforward.sandbox.client import SandboxClient
+from rollforward.sandbox.command_log import log_path, read_log
+from rollforward.sandbox.homes import Home, supervisor_id
+from rollforward.sandbox.placement import sandbox_actors
+from rollforward.sandbox.session import Session
+from rollforward.sandbox.types import Call, CallStatus
 from tests.helpers import command_lives_main
-from tests.helpers.trajectories import CONFIG, spec_in, supervised
+from tests.helpers.trajectories import CONFIG, end, spec_in, supervised
 
 MAIN = [sys.executable, command_lives_main.__file__]
 
@@ -247,3 +255,58 @@ def test_two_hundred_kills(home: Home, tmp_path: Path) -> None:
     tally = kill_so_often(home, tmp_path, kills=200, seed=1, sync=True)
     assert tally.kills == 200
     assert min(tally.holders, tally.carriers, tally.inside, tally.between) > 20, vars(tally)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_kills_of_the_sandbox_actor(tmp_path: Path) -> None:
+    """Ray's own process between a session and its supervisor, killed while trajectories go on in this one."""
+    run_dir = tmp_path / "run"
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    try:
+        kills = asyncio.run(_kill_actors(run_dir, kills=10))
+    finally:
+        ray.shutdown()
+        end(Home.of(supervisor_id(str(run_dir), 0, [])), signal.SIGTERM)
+    assert kills >= 10
+
+
+async def _kill_actors(run_dir: Path, *, kills: int) -> int:
+    (transport,), _ = sandbox_actors(CONFIG, run_dir)
+    rng, number, tally = random.Random(5), 0, {"kills": 0}
+    is_done = asyncio.Event()
+
+    async def kill() -> None:
+        while not is_done.is_set():
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            with contextlib.suppress(RayError):
+                actor_pid = await transport._actor.__ray_call__.remote(lambda _: os.getpid())
+                os.kill(actor_pid, signal.SIGKILL)
+                tally["kills"] += 1
+
+    run_dir.mkdir()
+    spec = spec_in(run_dir)
+    async with SandboxClient([transport], CONFIG, owner="actors") as client:
+        killing = asyncio.create_task(kill())
+        begun_s = time.monotonic()
+        while tally["kills"] < kills and time.monotonic() - begun_s < 600:
+            number += 1
+            plan = plan_of(rng, num_commands=8)
+            session = await Session.open(
+                client,
+                log_path=log_path(run_dir, f"s0-p{number}-m0"),
+                sandbox_id=f"actors-{number}",
+                spec=spec,
+                files={},
+                config=CONFIG,
+                sync=False,
+            )
+            for key, arguments in plan.commands:
+                told = await session.call(key, Call(tool="mark", arguments=arguments | {"before_s": 0.05}))
+                assert (told.result.status, told.result.text) == (CallStatus.OK, plan.texts[key])
+            collected = await session.collect(["effects"], max_bytes=1 << 16)
+            assert collected.files == {"effects": plan.effects.encode()}
+            await session.close()
+        is_done.set()
+        await killing
+    return tally["kills"]
