@@ -40,6 +40,8 @@ _MAKERS: Final = 8
 """Sandboxes that are made at one time."""
 _ENDERS: Final = 16
 """Sandboxes that are taken down at one time."""
+_REFILL_S: Final = 0.05
+"""Before a warm sandbox is made: whoever has just been given one asks it something first."""
 _SHUTDOWN_S: Final = 20.0
 """For taking everything down at the end."""
 
@@ -381,6 +383,7 @@ class Pool:
     async def _make_warm(self, specs: Sequence[SandboxSpec]) -> None:
         """Make what is missing, one by one, behind those who wait."""
         for spec in specs:
+            await asyncio.sleep(_REFILL_S)
             if self._is_closed or self._making:
                 return
             record = LeaseRecord(

@@ -116,7 +116,7 @@ async def test_whoever_starts_one_may_be_killed_at_any_time(stage: Stage) -> Non
         "from rollforward.sandbox.config import ContainerConfig\n"
         "asyncio.run(LocalTransport(sys.argv[1], ContainerConfig(lease_s=1.0)).start())"
     )
-    for delay_s in (0.2, 0.3, 0.4, 0.5, 0.7):
+    for delay_s in (0.2, 0.35, 0.6):
         process = subprocess.Popen([sys.executable, "-c", code, stage.name], start_new_session=True)
         await asyncio.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
