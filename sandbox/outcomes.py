@@ -73,8 +73,9 @@ class Table:
     def _count(self, task: asyncio.Task[Any], sign: int) -> None:
         if not task.cancelled() and task.exception() is None:
             result = task.result()
-            texts = (getattr(result, name, "") for name in ("stdout", "stderr", "text"))
-            self._bytes += sign * sum(map(len, texts))
+            is_command = isinstance(result, ExecResult)
+            size = len(result.stdout) + len(result.stderr) if is_command else len(result.text)
+            self._bytes += sign * size
 
     def _shorten(self) -> None:
         for key in list(self._tasks):

@@ -15,6 +15,7 @@ import pytest
 from rollforward.sandbox.config import Limits
 from rollforward.sandbox.container import Container
 from rollforward.sandbox.errors import GoneCause, SandboxKeyError
+from rollforward.sandbox.outcomes import Table
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecResult, ExecStatus
 from tests.helpers.containers import SMALL, World
 from tests.helpers.sandboxes import descendants, is_gone, tools_in, wait_for
@@ -181,6 +182,26 @@ def test_a_key_runs_once(world: World, container: Container) -> None:
     call = Call(tool="run", arguments={"code": "open('log', 'a').write('x\\n'); answer = 'done'"})
     assert world.do(container.call(call, "t1c0")) == world.do(container.call(call, "t1c0"))
     assert world.sh(container, "wc -l < log").stdout == b"3\n"
+
+
+def test_old_results_are_forgotten_and_not_run_again() -> None:
+    runs: list[int] = []
+
+    async def fill() -> list[ExecResult]:
+        table = Table()
+
+        async def run(number: int) -> ExecResult:
+            runs.append(number)
+            return ExecResult(status=ExecStatus.OK, stdout=bytes(1 << 20))
+
+        forgotten = ExecResult(status=ExecStatus.INFRA)
+        asked = [ExecRequest(argv=(str(number),)) for number in range(40)]
+        for number, request in enumerate(asked):
+            await table.get(str(number), request, lambda number=number: run(number), forgotten)
+        return [await table.get(str(n), asked[n], lambda: run(-1), forgotten) for n in (0, 39)]
+
+    first, last = asyncio.run(fill())
+    assert (first.status, last.status, runs) == (ExecStatus.INFRA, ExecStatus.OK, list(range(40)))
 
 
 # ---- Calls

@@ -118,7 +118,7 @@ def test_a_racing_renamer_never_sees_a_file_follow_its_link(world: World, contai
     """The parent of the file is a directory and a link to another in turn, as fast as they can be exchanged."""
     renamer = """
 import ctypes, os
-os.makedirs('real/d'); os.makedirs('/tmp/trap/d'); os.symlink('/tmp/trap', 'link')
+os.makedirs('real/d'); os.makedirs('/tmp/trap/d'); os.symlink('../tmp/trap', 'link')
 libc = ctypes.CDLL(None)
 while True:
     libc.renameat2(-100, b'real', -100, b'link', 2)
