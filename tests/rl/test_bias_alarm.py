@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "steps": 2,
     "prompts_per_step": 8,
     "eval": {"prompts": 1, "every_steps": 2},
-    "rollout": {"threads": 1, "wal": {"level": "process"}, "bias_alarm_z": 2.0},
+    "rollout": {"threads": 1, "wal": {"level": "process"}, "bias_alarm_z": 2.0, "max_infra_share": 1.0},
 }
 
 

@@ -9,11 +9,13 @@ import numpy as np
 from rollforward.model.dsml import AssistantTurn, Problem
 from rollforward.model.messages import ToolCall
 from rollforward.model.metrics import metric_values
-from rollforward.rl.metrics import advantage_metrics, group_metrics, log_metrics, turn_metrics
+from rollforward.rl.metrics import advantage_metrics, group_metrics, log_metrics, pool_metrics, turn_metrics
 from rollforward.rollout.engine.kv_store import KvStats
+from rollforward.rollout.environment import SandboxCounts
 from rollforward.rollout.replica import LogStats, Restarts, with_life
 from rollforward.rollout.types import FailureType, Group, RequestId, ResumeStats, StopReason, Trajectory
 from rollforward.rollout.wal_commit import WalStats
+from rollforward.sandbox.types import PoolStats
 
 
 def _trajectory(prompt: int, member: int, reward: float | None, tokens: int, **changes: Any) -> Trajectory:
@@ -123,6 +125,7 @@ def _life(frames: int, sync_max_s: float, kv_restored: int, saved: int) -> LogSt
         written=written,
         resumed=ResumeStats(kv_restored=kv_restored),
         saved=KvStats(saved=saved, saved_bytes=10 * saved),
+        sandbox=SandboxCounts(calls=frames, call_max_s=sync_max_s),
         restarts=Restarts(restarts=2, recovery_s=3.0, recovery_max_s=2.5),
     )
 
@@ -135,8 +138,16 @@ def test_counters_of_logs_are_summed_over_replicas_and_their_processes() -> None
     assert (values["wal/frames"], values["wal/sync_max_s"], values["wal/segments"]) == (135, 0.5, 4)
     assert (values["resume/kv_restored"], values["resume/kv_saved"], values["resume/kv_saved_bytes"]) == (5, 3, 30)
     assert (values["resume/kv_damaged"], values["resume/kv_missing"], values["resume/kv_refused_budget"]) == (0, 0, 0)
+    assert (values["sandbox/calls"], values["sandbox/call_max_s"], values["sandbox/unknown"]) == (135, 0.5, 0)
     assert (values["resume/restarts"], values["resume/recovery_max_s"], values["failure/engine_lost"]) == (4, 2.5, 0)
 
 
 def turn_with(**parts: Any) -> AssistantTurn:
     return AssistantTurn(reasoning="", content="", **parts)
+
+
+def test_counters_of_supervisors() -> None:
+    pool = PoolStats(created=7, warm_hits=5, waiting=1) + PoolStats(created=3, lost=2)
+    values = metric_values(pool_metrics(pool))
+    assert (values["sandbox/pool_created"], values["sandbox/pool_warm_hits"], values["sandbox/pool_lost"]) == (10, 5, 2)
+    assert "sandbox/pool_create_s" not in values, "classes are no number"

@@ -11,9 +11,11 @@ import pytest
 
 from rollforward.model.metrics import metric_values
 from rollforward.rl.algorithms import DynamicSampling
+from rollforward.rl.errors import InfraFailureError
 from rollforward.rl.prompts import DataCursor
-from rollforward.rl.refill import DrawMore, Sampled, StepGroups, sample_groups, teaching_groups
-from rollforward.rollout.types import FailureType, Group, RequestId, StopReason, Trajectory
+from rollforward.rl.refill import DrawMore, Sampled, StepGroups, check_infra, sample_groups, teaching_groups
+from rollforward.rl.tasks.types import Unscored
+from rollforward.rollout.types import Completion, FailureType, Group, RequestId, StopReason, Trajectory
 
 Reward = float | None
 """None is an infra failure."""
@@ -156,3 +158,31 @@ def test_without_dynamic_sampling_one_draw_is_taken_as_it_is() -> None:
     assert script.asked == [(0, 3)]
     assert _prompts(found) == [0, 1, 2]
     assert (found.metrics, found.warning) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("failed", "max_share", "stops"), [(2, 0.5, False), (3, 0.5, True), (4, 1.0, False), (1, 0.2, True)]
+)
+def test_a_step_that_the_platform_failed_too_much_of_stops_the_run(failed: int, max_share: float, stops: bool) -> None:
+    """Of four completions."""
+    completion = Completion(
+        id=RequestId(3, 0, 0),
+        token_ids=np.zeros(0, np.int32),
+        sampled_mask=np.zeros(0, np.bool_),
+        behavior_logprobs=np.zeros(0, np.float32),
+        policy_version=3,
+        stop_reason=StopReason.EOS,
+    )
+    infra = [Unscored(failure=FailureType.INFRA, detail=f"sandbox {n} is gone") for n in range(failed)]
+    sampled = Sampled(
+        cursor=DataCursor(source="x", epoch=0, position=0), completions=(completion,) * 4, infra=tuple(infra)
+    )
+    if not stops:
+        check_infra(sampled, step=3, max_share=max_share)
+        return
+    with pytest.raises(InfraFailureError) as error:
+        check_infra(sampled, step=3, max_share=max_share)
+    assert str(error.value).startswith(
+        f"step 4: the platform failed {failed} of 4 completions, more than rollout.max_infra_share ="
+        f" {max_share:g} allows; the first because sandbox 0 is gone. What is durable is kept"
+    )

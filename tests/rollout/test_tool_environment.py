@@ -19,7 +19,7 @@ import pytest
 from rollforward.model.config import ModelConfig
 from rollforward.model.dsml import AssistantTurn, parse_turn
 from rollforward.model.encoding import ChatEncoding
-from rollforward.model.messages import ReasoningEffort
+from rollforward.model.messages import Message, ReasoningEffort, ToolCall
 from rollforward.model.precision import PackedTensor, pack_published
 from rollforward.model.shapes import param_specs
 from rollforward.model.tokenizer import DSML, USER, TokenizerConfig, train_tokenizer
@@ -34,6 +34,7 @@ from rollforward.rollout.wal_recovery import recover
 from rollforward.rollout.weights import publish_weights, version_directory
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.function import FunctionSandbox
+from rollforward.sandbox.toolset import load_tool
 from rollforward.sandbox.types import Call, CallResult, CallStatus
 from tests.helpers.crashes import CrashError, crash_at
 from tests.helpers.replicas import PROCESS, make_requests, open_engine
@@ -267,6 +268,41 @@ class _CallingEncoding(ChatEncoding):
 
 def _config() -> ModelConfig:
     return msgspec.structs.replace(tiny_config(), vocab_size=encoding().tokenizer.vocab_size)
+
+
+def test_a_sequence_of_turns_with_reasoning_is_what_a_history_with_tools_renders(sandbox: FunctionSandbox) -> None:
+    """With tools all reasoning stays in every turn, so the ids that were sampled and observed, in order, are those of
+    the conversation; nothing is ever rendered anew."""
+    tools = (load_tool(CALCULATOR[0]),)
+    asked = Message(role="user", content="What is 1 + 2, and 3 * 4?")
+
+    def call(expression: str) -> ToolCall:
+        return ToolCall(name="calculator", arguments=msgspec.json.encode({"expression": expression}).decode())
+
+    said = (
+        Message(role="assistant", content="", reasoning="The first one.", tool_calls=(call("1 + 2"),)),
+        Message(role="tool", content="3"),
+        Message(role="assistant", content="Now.", reasoning="Then both.", tool_calls=(call("3 * 4"), call("3 + 12"))),
+        Message(role="tool", content="12"),
+        Message(role="tool", content="15"),
+        Message(role="assistant", content="3 and 12.", reasoning="That is it."),
+    )
+    whole = encoding().encode_conversation((asked, *said), "high", tools)
+    ids, mask = np.array(whole.token_ids, np.int32), np.array(whole.trained_mask)
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+    turns = [piece for piece, is_sampled in zip(np.split(ids, edges), mask[[0, *edges]], strict=True) if is_sampled]
+    assert len(turns) == 3
+    high = msgspec.structs.replace(MATHS, effort="high", max_observation_tokens=200)
+    environment = ToolEnvironment(encoding(), {"maths": high}, {CALCULATOR: sandbox})
+    asking = request(200)
+    sequence = encoding().encode_prompt([asked], "high", tools)
+    for number, turn in enumerate(turns, 1):
+        sequence += turn.tolist()
+        assert environment.is_call(asking, turn) == (number < 3)
+        if number < 3:
+            environment.begin(asking, turn, turn=number)
+            sequence += observed(environment)
+    assert sequence == ids.tolist()
 
 
 @pytest.fixture(scope="module")
