@@ -12,6 +12,7 @@ in memory, in an overlay whose private layer has a fixed size (`inside/root.py`)
 - Commands of one sandbox from each other: they are one user, share files and the loopback network, and can pass on what
   they have open.
 - Memory, where control groups cannot be written: then it is limited by process (`host.py` says so at the start).
+- Locks on files: the kernel counts their memory to nobody. Who takes many is killed before anything else there.
 - Where the host's user is not root, commands are that user, whatever they see: his limits count for all of them.
 - Terminals, netlink, inotify, System V and POSIX IPC, and memfds are not there at all.
 - The image `host`: this machine's /usr and Python can be read, by nobody in particular. No secret belongs there. An
@@ -58,6 +59,8 @@ _SPARE_PROCESSES: Final = 80
 """Beyond the limit: the agent and the processes around commands, so that no command can keep the agent from forking."""
 _MAX_STDIN_BYTES: Final = 64 << 20
 _MAX_ARGUMENT_BYTES: Final = 1 << 20
+_MAX_PROGRAM_BYTES: Final = 8 << 20
+"""Of a command's arguments and environment: more than the kernel takes, and little for the agent to hear of."""
 
 
 class ContainerSubstrate:
@@ -322,6 +325,9 @@ class Container:
         if len(request.stdin) > _MAX_STDIN_BYTES or not request.argv:
             detail = f"did not run: it has no program, or more than {_MAX_STDIN_BYTES} bytes of input"
             return ExecResult(status=ExecStatus.INFRA, detail=detail)
+        if sum(map(len, (*request.argv, *request.env, *request.env.values(), request.cwd))) > _MAX_PROGRAM_BYTES:
+            said = b"argument list too long\n"
+            return ExecResult(status=ExecStatus.EXIT, exit_code=126, stderr=said, stderr_bytes=len(said))
         if self.died.done():
             return gone_exec(self.died.result(), has_run=False)
         try:

@@ -7,6 +7,7 @@ the next and from everything that outlives it). What it does not:
   for code that looks for one. A call sees the kernel's version and the clock, and can measure the load.
 - CPU time: a call may keep as many cores busy as it has processes, until its deadline.
 - Memory is limited by process, so that a call can hold `max_processes * memory_bytes + tmp_bytes`.
+- Locks on files: the kernel counts their memory to nobody; what of them a call can take is bounded by its deadline.
 - Where the host's user is not root, processes in the sandbox are that user's: its `kill` reaches them.
 - /usr and this Python can be read, by nobody in particular: no secret belongs there.
 - The tools' own code: a file is imported in the warm process, before any call, by whoever configured it.
