@@ -242,8 +242,8 @@ def test_a_program_that_a_tool_starts_cannot_answer_for_it(world: World, call: I
 
 def test_sandboxes_do_not_see_each_other(world: World, command: InContainer) -> None:
     other = world.create()
-    world.do(other.upload({"/home/theirs": b"canary"}))
-    world.do(command.container.upload({"/home/mine": b"canary"}))
+    world.do(other.upload({"/home//theirs": b"canary"}))
+    world.do(command.container.upload({"/home//mine": b"canary"}))
     server = (
         "import socket; s = socket.socket(1); s.bind('\\0sibling'); s.listen(); t = socket.create_server(('', 4242))"
     )

@@ -86,7 +86,7 @@ SPOILERS = {
     "a program in front": "open('python3', 'w').write('exit 1')\nos.chmod('python3', 0o755)",
     "modules in front": "for m in ('json', 'os', 'sitecustomize'): open(m + '.py', 'w').write('raise SystemExit')",
     "a workspace in the way": "for i in range(99):\n"
-    "  if not error_of(os.rename, '/workspace', '/home/w') == 'worked': break",
+    "  if not error_of(os.rename, '/workspace', '/home//w') == 'worked': break",
     "what is hidden": "for n in ('/tmp', '/home', '/workspace'): error_of(os.rmdir, n)",
 }
 
