@@ -36,7 +36,9 @@ class Parts:
 class AgentLink:
     """One end of a control socket. The agent is not trusted: what makes no sense is reported to `on_nonsense`."""
 
-    def __init__(self, writer: asyncio.StreamWriter, reader: asyncio.StreamReader, on_nonsense: Callable[[], None]):
+    def __init__(
+        self, writer: asyncio.StreamWriter, reader: asyncio.StreamReader, on_nonsense: Callable[[], None]
+    ) -> None:
         """See `open`."""
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Answer]] = {}

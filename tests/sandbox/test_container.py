@@ -139,8 +139,8 @@ def test_room_for_files_ends_typed(world: World, container: Container) -> None:
     result = world.sh(container, "head -c 9000000 /dev/zero > big")
     assert result.status == ExecStatus.DISK_FULL
     assert world.sh(container, "rm big; head -c 3000000 /dev/zero > /dev/shm/x && echo fits").stdout == b"fits\n"
-    assert world.sh(container, "head -c 3000000 /dev/zero > /tmp/y").status == ExecStatus.DISK_FULL
-    assert world.sh(container, "rm /tmp/y /dev/shm/x; i=0; while : > f$i; do i=$((i+1)); done; exit 1").status in (
+    assert world.sh(container, "head -c 3000000 /dev/zero > /tmp//y").status == ExecStatus.DISK_FULL
+    assert world.sh(container, "rm /tmp//y /dev/shm/x; i=0; while : > f$i; do i=$((i+1)); done; exit 1").status in (
         ExecStatus.DISK_FULL,
     )
     assert world.sh(container, "rm f*; exit 1").status == ExecStatus.EXIT
@@ -293,7 +293,7 @@ def test_a_dead_template_is_replaced_and_its_containers_are_lost(world: World) -
 
 def test_limits_of_one_are_not_those_of_another(world: World, container: Container) -> None:
     other = world.create(SMALL)
-    assert world.sh(container, "head -c 9000000 /dev/zero > big; echo secret > /tmp/s").status in (
+    assert world.sh(container, "head -c 9000000 /dev/zero > big; echo secret > /tmp//s").status in (
         ExecStatus.OK,
         ExecStatus.DISK_FULL,
     )

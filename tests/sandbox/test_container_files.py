@@ -41,10 +41,10 @@ def get(world: World, container: Container, *paths: str, most: int = 1 << 22) ->
 
 def test_bytes_come_back_as_they_went(world: World, container: Container) -> None:
     data = os.urandom(2_500_000)
-    files = {"a/b/c": data, "empty": b"", "/tmp/x": b"\0\xff", "ä/\udcff": b"name"}
+    files = {"a/b/c": data, "empty": b"", "/tmp//x": b"\0\xff", "ä/\udcff": b"name"}
     world.do(container.upload(files))
     assert get(world, container, *files, "absent", "empty/x", "/nowhere/x") == files
-    assert world.sh(container, "stat -c '%U %a' a a/b/c /tmp/x").stdout == b"user 755\nuser 644\nuser 644\n"
+    assert world.sh(container, "stat -c '%U %a' a a/b/c /tmp//x").stdout == b"user 755\nuser 644\nuser 644\n"
     world.do(container.upload({"a/b/c": b"short"}))
     assert get(world, container, "a/b/c") == {"a/b/c": b"short"}
     assert get(world, container, "/workspace/a/./b//c", most=5) == {"/workspace/a/./b//c": b"short"}
@@ -87,7 +87,7 @@ def test_paths_that_are_refused(world: World, container: Container, path: str, w
     elif path not in ("x" * 300, "/usr/x"):
         with pytest.raises(SandboxFileError):
             get(world, container, path)
-    assert world.sh(container, "cat /etc/passwd /tmp/x").stdout.count(b"pwned") == 0
+    assert world.sh(container, "cat /etc/passwd /tmp//x").stdout.count(b"pwned") == 0
 
 
 def test_a_lease_and_a_full_disk_do_not_hold_the_agent(world: World, container: Container) -> None:
@@ -118,7 +118,7 @@ def test_a_racing_renamer_never_sees_a_file_follow_its_link(world: World, contai
     """The parent of the file is a directory and a link to another in turn, as fast as they can be exchanged."""
     renamer = """
 import ctypes, os
-os.makedirs('real/d'); os.makedirs('/tmp/trap/d'); os.symlink('../tmp/trap', 'link')
+os.makedirs('real/d'); os.makedirs('/tmp//trap/d'); os.symlink('../tmp//trap', 'link')
 libc = ctypes.CDLL(None)
 while True:
     libc.renameat2(-100, b'real', -100, b'link', 2)
@@ -140,7 +140,7 @@ while True:
     written, refused = world.do(race())
     assert written > 0
     assert refused > 0
-    assert world.sh(container, "find /tmp/trap -type f | wc -l").stdout == b"0\n"
+    assert world.sh(container, "find /tmp//trap -type f | wc -l").stdout == b"0\n"
     assert world.sh(container, "find /workspace -type f | wc -l").stdout == b"%d\n" % written
 
 
@@ -160,7 +160,7 @@ def test_questions_of_a_gone_container(world: World) -> None:
 
 def test_a_snapshot_gives_the_same_files(world: World, container: Container) -> None:
     script = """
-mkdir -p a/b /tmp/t; echo one > a/b/f; ln -s ../nowhere a/link; chmod 700 a; chmod 755 a/b/f; touch -d 2001-02-03 a/b
+mkdir -p a/b /tmp//t; echo one > a/b/f; ln -s ../nowhere a/link; chmod 700 a; chmod 755 a/b/f; touch -d 2001-02-03 a/b
 printf x > "$(printf 'bad\\377name')"; mkfifo p; ln a/b/f hard; head -c 100000 /dev/urandom > big; chmod 0 a/b
 """
     assert world.sh(container, script).status == ExecStatus.OK
