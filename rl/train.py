@@ -122,11 +122,12 @@ def _place_sandboxes(run: RLRun, parts: Parts, run_dir: Path) -> EnvironmentConf
     asked = run.rollout.agent_resources
     if (without := lacking(asked, what="an agent actor", key="rollout.agent_resources")) is not None:
         raise SandboxUnavailableError(without)
+    shared = ray.put(settings)  # held by the access below: an actor that is started again needs it again
     actors = [
-        AgentActor.options(**placement_options(asked)).remote(settings, f"agents-{index}")
+        AgentActor.options(**placement_options(asked)).remote(shared, f"agents-{index}")
         for index in range(run.rollout.agent_actors)
     ]
-    return with_agents(parts.environment, ActorAccess(settings, actors))
+    return with_agents(parts.environment, ActorAccess(settings, actors, kept=shared))
 
 
 def _place(

@@ -252,10 +252,17 @@ class ActorAgents:
 class ActorAccess:
     """How a replica comes to agents in actors. Implements ``AgentsAccess``."""
 
-    def __init__(self, settings: AgentSettings, actors: Sequence[Any]) -> None:
-        """Keep what the actors were made with, and their handles."""
+    def __init__(self, settings: AgentSettings, actors: Sequence[Any], *, kept: object = None) -> None:
+        """Keep what the actors were made with, and their handles.
+
+        Args:
+            settings: theirs.
+            actors: ``AgentActor``s.
+            kept: a reference that must not go while they may be started again.
+        """
         self.settings = settings
         self._actors = tuple(actors)
+        self._kept = kept
 
     def connect(self, owner: str) -> ActorAgents:
         """See ``AgentsAccess``. The sandboxes are held in the actors' names."""

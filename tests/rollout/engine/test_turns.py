@@ -166,24 +166,33 @@ def test_the_engine_waits_only_when_nothing_can_run(packed: dict[str, PackedTens
 
 
 class _WatchedEnvironment(ScriptedEnvironment):
-    """Refuses to begin while the newest step of the log is not durable."""
+    """Refuses to begin while the newest step of the log is not durable, or to end what is not."""
 
     def watch(self, log: WalWriter) -> None:
         self._log = log
         self.newest_step = -1
         self.steps_that_call: set[int] = set()
         self.num_durable_waits = 0
-        append_step, wait_durable = log.append_step, log.wait_durable
+        self.close_seqs: list[int] = []
+        append_step, append_close, wait_durable = log.append_step, log.append_close, log.wait_durable
 
         def append(*args: Any, **kwargs: Any) -> int:
             self.newest_step = append_step(*args, **kwargs)
             return self.newest_step
 
+        def close(*args: Any, **kwargs: Any) -> int:
+            self.close_seqs.append(append_close(*args, **kwargs))
+            return self.close_seqs[-1]
+
         def wait(seq: int) -> None:
             self.num_durable_waits += 1
             wait_durable(seq)
 
-        log.append_step, log.wait_durable = append, wait  # type: ignore[method-assign]
+        log.append_step, log.append_close, log.wait_durable = append, close, wait  # type: ignore[method-assign]
+
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+        super().end(request, turn_ids, turn=turn, attempt=attempt)
+        assert len(self.ended) <= sum(seq <= self._log.durable_seq for seq in self.close_seqs)
 
     def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
         assert self._log.durable_seq >= self.newest_step
@@ -218,6 +227,8 @@ def test_a_call_begins_when_its_turn_is_durable_and_the_callers_of_a_step_wait_o
     assert answers[: len(undisturbed)] == undisturbed
     assert environment.num_durable_waits == len(environment.steps_that_call) + 1, "one more for the completions"
     assert len(environment.steps_that_call) <= len(environment.begun) // 2
+    turns = {one.id: len(one.turns) for one in answers}
+    assert sorted(environment.ended) == sorted(turns.items()), "each once, with its last turn"
 
 
 def test_a_broken_environment_is_an_infra_failure_of_its_request_alone(
