@@ -191,6 +191,8 @@ class AgentSessions:
 
     async def _end(self, agent: _Agent, turn: AgentTurn, use: SandboxUse) -> Ending:
         submission, failure, detail = None, None, ""
+        if agent.saboteur is not None:
+            agent.saboteur.ends()
         answer = await self._run_calls(agent, turn)
         if answer.results and answer.results[-1].status is CallStatus.INFRA:
             failure, detail = FailureType.INFRA, answer.results[-1].detail
@@ -292,17 +294,25 @@ class AgentSessions:
 
 
 class _Saboteur:
-    """Kills the sandbox of a completion at one of its commands; the rest of the way it is a loss like any other."""
+    """Kills the sandbox of a completion at one of its commands; the rest of the way it is a loss like any other.
+
+    One that ends by a call before its turn came is struck there: if those with few commands got away more often, what
+    is left would say something about the policy.
+    """
 
     def __init__(self, num_spared: int) -> None:
         self._num_spared = num_spared
         self.has_struck = False
         self._seen: set[str] = set()
 
+    def ends(self) -> None:
+        """Take note that the next command is one of the last turn's."""
+        self._num_spared = min(self._num_spared, len(self._seen))
+
     async def __call__(self, key: str, sandbox: Sandbox) -> None:
         """See ``Saboteur``."""
         self._seen.add(key)
-        if len(self._seen) == self._num_spared + 1:
+        if not self.has_struck and len(self._seen) > self._num_spared:
             self.has_struck = True
             await sandbox.close()
 

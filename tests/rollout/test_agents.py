@@ -153,6 +153,17 @@ def test_a_sandbox_that_is_lost_fails_its_completion_for_good_and_no_other(
     assert (counts.injected, counts.failed, counts.unknown) == (len(failed),) * 3
 
 
+def test_a_drill_of_all_strikes_whoever_ends_by_a_call(
+    undisturbed: list[Completion], supervisor: str, run_dir: Path
+) -> None:
+    """Also those that end by their first call: what is left out may not tell how a completion ended."""
+    drilled = agents.sample(run_dir, access(run_dir, supervisor, inject_failures=1.0))
+    submitted = [one.submission is not None and "answer.txt" in one.submission.files for one in undisturbed]
+    assert sum(submitted) > 1
+    lost = [one.failure is FailureType.INFRA for one in drilled]
+    assert [did for did, was_lost in zip(submitted, lost, strict=True) if did and not was_lost] == []
+
+
 def test_time_that_is_used_up_is_told_and_counts_as_a_timeout(supervisor: str, run_dir: Path) -> None:
     use = SandboxUse(submission=("seen.txt",), max_tool_s=0.3)
     task = msgspec.structs.replace(agents.TASK, sandbox=use)
