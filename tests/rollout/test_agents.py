@@ -277,10 +277,10 @@ def test_what_needs_no_sandbox_to_be_known_makes_none(tmp_path: Path) -> None:
     """An image may have something at a path; the workspace says it of its own paths alone."""
     from rollforward.rollout.agent_sessions import _untouched  # pyright: ignore[reportPrivateUsage]
 
-    workspace = Workspace(files={"a/b": b"1", "/workspace/c": b"2", "/opt/d": b"3"})
-    found = _untouched(workspace, ["/workspace/a/b", "c", "/opt/d", "nothing"])
-    assert found == Submission(files={"/workspace/a/b": b"1", "c": b"2", "/opt/d": b"3"})
-    assert _untouched(workspace, ["/opt/e"]) is None
+    workspace = Workspace(files={"a/b": b"1", "/workspace/c": b"2", "/srv/d": b"3"})
+    found = _untouched(workspace, ["/workspace/a/b", "c", "/srv/d", "nothing"])
+    assert found == Submission(files={"/workspace/a/b": b"1", "c": b"2", "/srv/d": b"3"})
+    assert _untouched(workspace, ["/srv/e"]) is None
 
 
 def test_command_logs_of_covered_steps_go_the_oldest_first(tmp_path: Path) -> None:

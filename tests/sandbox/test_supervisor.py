@@ -425,7 +425,7 @@ async def test_a_warm_sandbox_in_which_something_was_left_is_thrown_away(shared:
         await warm(client, 1)
         before = await settled(client)
         (ready,) = [record for record in shared.home.book.read() if not record.sandbox_id]
-        inside = os.open(f"/proc/{ready.pid}/root/workspace", os.O_RDONLY)
+        inside = os.open(Path("/proc", str(ready.pid), "root", "workspace"), os.O_RDONLY)
         plant = ["sh", "-c", f"echo x > /proc/self/fd/{inside}/planted"]
         owner = os.fstat(inside)
         subprocess.run(plant, pass_fds=(inside,), user=owner.st_uid, group=owner.st_gid, check=True)
