@@ -66,9 +66,9 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Sandboxes of one supervisor at one time; further ones wait."""
     warm: Annotated[int, msgspec.Meta(ge=0, le=256)] = 2
     """Sandboxes that are kept ready beyond those in use."""
-    lease_s: Annotated[float, msgspec.Meta(ge=1.0, le=86400.0)] = 60.0
+    lease_s: Annotated[float, msgspec.Meta(ge=1.0, le=86400.0)] = 300.0
     """A sandbox whose owner gave no sign of life for so long is ended with all that belongs to it. A successor of the
-    owner finds it until then.
+    owner finds it until then, so it is longer than a replica takes to come up again.
     """
     create_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 120.0
     """Seconds that a new sandbox is waited for, room for it included."""
