@@ -152,7 +152,7 @@ class SandboxClient:
         self._config, self._owner = config, owner
         self._routes = [_Route(transport, config) for transport in transports]
         self._held: dict[str, tuple[_Route, str]] = {}
-        self._renewing: asyncio.Task[None] | None = None
+        self._renewing: dict[_Route, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._sources: dict[object, str] = {}
 
@@ -264,10 +264,10 @@ class SandboxClient:
         """Stop giving signs of life and let go of the connections: sandboxes are left to their leases."""
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
-        for task in [*self._background, *([self._renewing] if self._renewing is not None else [])]:
+        for task in [*self._background, *self._renewing.values()]:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._renewing = None
+        self._renewing.clear()
         self._held.clear()
         await asyncio.gather(*(route.transport.close() for route in self._routes), return_exceptions=True)
 
@@ -290,19 +290,20 @@ class SandboxClient:
 
     def _hold(self, route: _Route, sandbox_id: str, placed: wire.Placed) -> "Sandbox":
         self._held[sandbox_id] = route, placed.instance
-        if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.create_task(self._keep_renewing())
+        if route not in self._renewing:
+            self._renewing[route] = asyncio.create_task(self._keep_renewing(route))
         return Sandbox(route, Which(sandbox_id=sandbox_id, instance=placed.instance), placed.spec, self._let_go)
 
     def _let_go(self, sandbox_id: str, instance: str, route: _Route) -> None:
         if self._held.get(sandbox_id) == (route, instance):
             del self._held[sandbox_id]
 
-    async def _keep_renewing(self) -> None:
+    async def _keep_renewing(self, route: _Route) -> None:
+        """Give signs of life to one supervisor: one that does not answer must not keep the others from hearing."""
         while True:
             await asyncio.sleep(self._config.lease_s / _RENEWALS)
             with contextlib.suppress(SandboxError):  # the next question about a sandbox says what is wrong
-                await self.renew(tuple(self._held))
+                await self.renew([sandbox_id for sandbox_id, (holder, _) in self._held.items() if holder is route])
 
     async def _ask_all(self, ask: Callable[[_Route], Awaitable[_T]]) -> Sequence[_T]:
         return await asyncio.gather(*(ask(route) for route in self._routes))

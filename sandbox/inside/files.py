@@ -30,6 +30,10 @@ _REASONS: Final = {
 }
 
 
+_OVERLAY, _ESCAPED = "user.overlay.", "user.overlay.overlay."
+"""Beginning of attributes that the kernel gives a directory which is in the image too, and of such as somebody set."""
+
+
 class FileError(Exception):
     """A file cannot be read or written; the reason is for the caller."""
 
@@ -206,7 +210,9 @@ def first_change(upper: int, own: set[int]) -> str:
             found = os.fstat(descriptor)
             if os.listdir(descriptor):
                 return f"/{name} has files"
-            if os.listxattr(descriptor) or stat.S_IMODE(found.st_mode) != mode:
+            names = os.listxattr(descriptor)
+            is_marked = any(not name.startswith(_OVERLAY) or name.startswith(_ESCAPED) for name in names)
+            if is_marked or stat.S_IMODE(found.st_mode) != mode:
                 return f"/{name} has another mode, or attributes"
             if os.getuid() == 0 and found.st_uid != owner:
                 return f"/{name} has another owner"

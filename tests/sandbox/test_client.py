@@ -7,6 +7,7 @@ With real supervisors and containers. Does not prove: what happens to sandboxes 
 import asyncio
 import os
 import pickle
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from rollforward.sandbox.errors import (
     SandboxIdentityError,
     SandboxUnavailableError,
 )
+from rollforward.sandbox.homes import supervisor_id
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus, PoolStats, SandboxSpec
 from tests.helpers.supervisors import Stage, config, on_loop, sh
 
@@ -281,6 +283,26 @@ async def test_a_supervisor_that_fails_gets_no_sandboxes_for_a_while(tmp_path: P
         sandboxes = [await client.create(f"{name}-{n}", SandboxSpec()) for n in range(12)]
         assert dead.asked.count("create") == 2
         await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+
+@on_loop
+async def test_a_supervisor_that_hangs_costs_no_sandbox_of_another_its_lease(tmp_path: Path, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stages = [Stage(tmp_path, patch, supervisor_id(tmp_path, number)) for number in range(2)]
+        settings = config(lease_s=3.0)
+        routes = [stage.transport(lease_s=3.0) for stage in stages]
+        try:
+            async with SandboxClient(routes, settings, owner="test") as client:
+                sandboxes = [await client.create(f"{name}-{n}"[-40:], SandboxSpec()) for n in range(8)]
+                alone = SandboxClient(routes[1:], settings, owner="test")
+                there = {info.sandbox_id for info in await alone.list()}
+                assert 0 < len(there) < len(sandboxes), "both have some"
+                os.kill(stages[0].supervisor(), signal.SIGSTOP)
+                await asyncio.sleep(10.0)
+                assert {info.sandbox_id for info in await alone.list()} == there
+                await alone.close()
+        finally:
+            await asyncio.to_thread(lambda: [stage.end() for stage in stages])
 
 
 def test_a_breaker_lets_one_try_after_its_time() -> None:

@@ -19,7 +19,7 @@ from rollforward.sandbox.container import Container
 from rollforward.sandbox.errors import SandboxFileError, SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.types import ExecRequest, ExecStatus
 from tests.helpers.containers import World
-from tests.helpers.sandboxes import tools_in
+from tests.helpers.sandboxes import tools_in, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,13 @@ def test_questions_of_a_gone_container(world: World) -> None:
         world.do(container.is_fresh())
 
 
+@pytest.mark.parametrize("attribute", ["user.mine", "user.overlay.opaque"])
+def test_an_attribute_that_somebody_set_is_a_change(world: World, container: Container, attribute: str) -> None:
+    assert world.do(container.is_fresh())
+    assert world.python(container, f"import os; os.setxattr('/home', {attribute!r}, b'y')").status == ExecStatus.OK
+    assert not world.do(container.is_fresh())
+
+
 # ---- Snapshots
 
 
@@ -279,6 +286,7 @@ def test_an_image_of_layers_without_python(layers: dict[str, tuple[str, ...]], t
         container = world.create(image="small")
         assert world.sh(container, "cat /data/both /data/low given").stdout == b"highlowgiven"
         assert b"data" in world.sh(container, "ls /").stdout
+        wait_for(lambda: world.do(container.is_fresh()))  # the kernel notes that /workspace is in the image too
         assert world.do(container.exec(ExecRequest(argv=("python3",)))).exit_code == 127
         assert world.call(container, "calculator", expression="6 * 7").text == "42"
         shell = "answer = subprocess.run('cat given', shell=True, capture_output=True, text=True).stdout"
