@@ -268,7 +268,7 @@ class UnitTestReward(
     at_once: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
     """Submissions that are judged at one time."""
     limits: Limits | None = None
-    """What the tests of one submission may use up. null: `sandbox.container.limits`."""
+    """What the tests of one submission may use up, its own files not counted. null: `sandbox.container.limits`."""
 
 
 Reward = AnswerReward | UnitTestReward
@@ -351,7 +351,7 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
                 " Set both or neither"
             )
         if isinstance(self.reward, UnitTestReward):
-            _check_unit_tests(self, self.reward)
+            _check_unit_tests(self)
         if self.files_column is not None and not self.keeps_sandbox:
             raise ValueError(
                 f"task {self.name}: files_column is {self.files_column!r}, but where substrate is function nothing is"
@@ -402,7 +402,7 @@ class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
                 f"task {self.name}: submission is {', '.join(self.submission) or 'empty'}; an errand is judged by"
                 " answer.txt, which submit writes. Leave submission out, or add it"
             )
-        _check_unit_tests(self, self.reward)
+        _check_unit_tests(self)
 
     @property
     def scored_at_once(self) -> int:
@@ -414,15 +414,10 @@ TaskConfig = ReasoningGymConfig | DatasetConfig | ErrandsConfig
 """Any task, told apart by `type`. A new kind joins here and in `registry.py`."""
 
 
-def _check_unit_tests(task: TaskOptions, reward: UnitTestReward) -> None:
-    """Refuse hidden tests of nothing, and files that do not fit where they are tested."""
+def _check_unit_tests(task: TaskOptions) -> None:
+    """Refuse hidden tests of nothing."""
     if not task.submission:
         raise ValueError(
             f"task {task.name}: reward.type is unit_tests, but submission is empty, so that there is nothing to test."
             " Set substrate=container, and submission to the files that the tests need"
-        )
-    if reward.limits is not None and reward.limits.disk_bytes < task.max_submission_bytes:
-        raise ValueError(
-            f"task {task.name}: reward.limits.disk_bytes is {reward.limits.disk_bytes}, less than max_submission_bytes,"
-            f" {task.max_submission_bytes}. Raise it, or lower the other"
         )

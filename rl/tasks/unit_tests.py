@@ -38,7 +38,7 @@ from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
 from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.client import Sandbox, SandboxClient
-from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.config import ContainerConfig, Limits
 from rollforward.sandbox.errors import (
     SandboxBusyError,
     SandboxConnectionError,
@@ -48,6 +48,8 @@ from rollforward.sandbox.errors import (
 )
 from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec
 
+_BLOCK_BYTES: Final = 4096
+"""A file takes whole blocks."""
 _LOST: Final = (SandboxBusyError, SandboxConnectionError, SandboxGoneError, SandboxUnavailableError)
 _INFRA: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD, ExecStatus.KILLED)
 
@@ -134,7 +136,7 @@ class UnitTestJudge:
         tests: Sequence[UnitTest],
         image: str,
     ) -> "list[_Verdict] | Unscored":
-        limits = config.limits if self._reward.limits is None else self._reward.limits
+        limits = _beside(files, config.limits if self._reward.limits is None else self._reward.limits)
         lost = ""
         for _ in range(config.attempts):
             bench = _Bench(client, SandboxSpec(image=image, limits=limits), files)
@@ -237,6 +239,24 @@ class _Bench:
         if result.status in _INFRA:
             raise _LostError(result.detail or str(result.status))
         return result
+
+
+def _beside(files: Mapping[str, bytes], limits: Limits) -> Limits:
+    """Limits with room for a submission beside what they give, so that none is so large that a test does not fit.
+
+    Rounded up to powers of two: sandboxes that are kept ready are of few kinds.
+    """
+    blocks = sum(-(-len(data) // _BLOCK_BYTES) for data in files.values())
+    names = sum(path.count("/") + 1 for path in files)
+    return msgspec.structs.replace(
+        limits,
+        disk_bytes=limits.disk_bytes + _BLOCK_BYTES * _power_of_two(blocks),
+        files=limits.files + _power_of_two(names),
+    )
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max((least - 1).bit_length(), 4)
 
 
 def check_tests(value: object) -> tuple[UnitTest, ...]:

@@ -123,10 +123,6 @@ def test_nothing_submitted_is_0_without_a_sandbox_and_anything_else_needs_one() 
         ({"submission": []}, r"submission is empty; an errand is judged by answer\.txt"),
         ({"substrate": "function"}, r"nothing is kept between calls where substrate is function"),
         ({"tools": []}, r"task has no tools"),
-        (
-            {"reward": {"type": "unit_tests", "limits": {"disk_bytes": 65536}}, "max_submission_bytes": 65537},
-            r"reward\.limits\.disk_bytes is 65536, less than max_submission_bytes, 65537",
-        ),
         ({"notes": 0}, r"Expected `int` >= 1"),
     ],
 )

@@ -244,7 +244,6 @@ def test_no_submission_escapes_its_verdict(transport: LocalTransport) -> None:
     assert honest.value == 1.0
 
 
-@pytest.mark.xfail(reason="the files of a test do not fit beside a submission as large as it may be: `data`, no score")
 def test_no_submission_is_so_large_that_it_gets_no_verdict(transport: LocalTransport) -> None:
     grader = Grader(CONFIG, [transport])
     test = {"argv": ["python3", "solve.py"], "stdout": "1", "files": {"given.txt": "x" * (64 << 10)}}
