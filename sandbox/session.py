@@ -455,9 +455,20 @@ async def _open_log(path: Path, sync: bool) -> CommandLog:
     """The log, once a predecessor that is ending has given it back."""
     for _ in range(round(_LOCK_WAIT_S / _LOCK_PAUSE_S)):
         with contextlib.suppress(CommandLogLockedError):
-            return await asyncio.to_thread(CommandLog.open, path, sync=sync)
+            return await _open_now(path, sync)
         await asyncio.sleep(_LOCK_PAUSE_S)
-    return await asyncio.to_thread(CommandLog.open, path, sync=sync)
+    return await _open_now(path, sync)
+
+
+async def _open_now(path: Path, sync: bool) -> CommandLog:
+    opened: list[CommandLog] = []
+    try:
+        await in_thread(lambda: opened.append(CommandLog.open(path, sync=sync)))
+    except asyncio.CancelledError:
+        for log in opened:  # nobody gets it, and its lock would keep out every successor while this process lives
+            log.close()
+        raise
+    return opened[0]
 
 
 def _shown(text: object) -> str:

@@ -26,6 +26,7 @@ from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import (
     CommandDivergenceError,
     CommandLogDamagedError,
+    CommandLogError,
     GoneCause,
     SandboxBusyError,
     SandboxConnectionError,
@@ -199,8 +200,14 @@ class Tenancy:
             self._first_attempt = attempt + 1
             raise
         self.num_created += 1
-        with contextlib.suppress(SandboxGoneError):
-            await self._hold(sandbox, attempt)
+        try:
+            with contextlib.suppress(SandboxGoneError):
+                await self._hold(sandbox, attempt)
+        except CommandLogError:
+            # No record leads to it, and the client would keep it alive as long as the process lives.
+            with contextlib.suppress(SandboxError):
+                await sandbox.close()
+            raise
 
     async def _hold(self, sandbox: Sandbox, attempt: int) -> None:
         """Records that a sandbox is held, and fills it where no command was sent yet: it may be half filled."""

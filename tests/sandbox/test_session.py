@@ -480,6 +480,35 @@ def test_a_second_session_of_a_trajectory_waits_and_then_gives_up(
     assert trajectory.live(effects).files == marks(0, 1)
 
 
+def test_an_opening_that_is_cancelled_leaves_the_log_to_the_next(trajectory: Trajectory) -> None:
+    async def go() -> list[str]:
+        failures: list[str] = []
+        async with SandboxClient([SocketTransport(trajectory.home.socket)], CONFIG, owner="test") as client:
+            for patience_s in (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002):
+                opening = asyncio.create_task(trajectory.open(client))
+                await asyncio.sleep(patience_s)
+                opening.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await (await opening).detach()
+                session = await trajectory.open(client)
+                failures.append(session.failure)
+                await session.detach()
+        return failures
+
+    assert set(asyncio.run(go())) == {""}
+
+
+def test_a_sandbox_that_no_record_leads_to_is_ended(trajectory: Trajectory) -> None:
+    async def work(session: Session) -> list[str]:
+        assert session._log is not None  # pyright: ignore[reportPrivateUsage]
+        session._log.close()  # pyright: ignore[reportPrivateUsage]
+        infra(await session.call("t0c0", mark("m0")), "is closed")
+        async with SandboxClient([SocketTransport(trajectory.home.socket)], CONFIG, owner="other") as other:
+            return [info.sandbox_id for info in await other.list() if info.sandbox_id.startswith(trajectory.id)]
+
+    assert trajectory.live(work) == []
+
+
 def test_a_log_that_cannot_be_written_hands_nothing_out_and_the_next_life_has_it(trajectory: Trajectory) -> None:
     """The END of the second command does not fit the limit on a file's size; the command has run by then."""
     trajectory.live(lambda session: some(session, 1))
