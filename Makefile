@@ -1,6 +1,6 @@
 # rollforward. `make train` and `make test` need nothing but make, g++ and a Python 3.11 or 3.12: the first call sets up .venv.
 #   make train ARGS="algo.group_size=16"    more settings, Hydra's syntax: .venv/bin/rollforward train --help
-#   make test ARGS="tests/rl -k advantage"  a part of the tests
+#   make test ARGS="tests/rl -k advantage"  a part of the tests; ARGS="-n 0" one after another, for a debugger
 
 SHELL := bash
 RUN := .venv/bin/
@@ -19,7 +19,7 @@ train: setup ## the tiny DeepSeek-V4: SFT, then GRPO
 	@$(RUN)rollforward train recipe=tiny $(ARGS)
 
 test: setup ## everything that runs on two CPU cores in minutes
-	@$(RUN)python -m pytest -m "not slow and not gpu and not multi_gpu and not benchmark" $(ARGS)
+	@$(RUN)python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not multi_gpu and not benchmark" $(ARGS)
 
 soak: setup ## the longer proofs
 	@$(RUN)python -m pytest -m "slow and not gpu and not multi_gpu" --timeout=7200 $(ARGS)
