@@ -110,6 +110,9 @@ async def _find_or_start(home: Home, config: ContainerConfig) -> tuple[SocketTra
             _end(home)
         except SandboxConnectionError:
             await transport.close()
+        except BaseException:
+            await transport.close()  # a refusal: nobody gets the connection, which would keep the supervisor alive
+            raise
         if time.monotonic() > end_s:
             raise SandboxConnectionError(
                 f"no sandbox supervisor answers at {home.socket} within {_START_S:g} s; {home.log} may say why"

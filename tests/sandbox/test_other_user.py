@@ -43,9 +43,17 @@ async def main():
         found["refusal"] = str(error)
     transport = LocalTransport("1" * 16, TRUSTED)
     found["said"] = await transport.start()
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        await LocalTransport("1" * 16, ContainerConfig()).start()  # the same supervisor, which has started by now
+    except SandboxUnavailableError as error:
+        found["refused_again"] = str(error) == found["refusal"]
+    await asyncio.sleep(0.1)
+    found["kept_open"] = len(os.listdir("/proc/self/fd")) - before
     async with SandboxClient([transport], TRUSTED, owner="test") as client:
         sandbox = await client.create("one", SPEC)
-        script = "id -u; touch /workspace/a /tmp/b /home/c; grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status"
+        script = "id -u; for place in /workspace /tmp /home; do touch $place/a || exit 1; done; "
+        script += "grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status"
         result = await sandbox.exec(ExecRequest(argv=("sh", "-c", script)), key="t0c0")
         found["exec"] = result.stdout.decode(), result.stderr.decode()
         found["call"] = (await sandbox.call(Call(tool="bash", arguments={"command": "echo $((6 * 7))"}))).text
@@ -134,6 +142,7 @@ def test_a_user_who_is_not_root(folder: Path) -> None:
     assert found["lacks"] == ["no control group for memory", "no control group for processes"]
     for words in ("cannot enforce every limit", "Delegate=yes", "sandbox.container.trusted_code=true"):
         assert words in found["refusal"]
+    assert (found["refused_again"], found["kept_open"]) == (True, 0)
     assert len(found["said"]) == len(found["lacks"])
     assert found["exec"] == ["1000\nCapEff:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\n", ""]
     assert (found["call"].strip(), found["file"]) == ("42", "content")
