@@ -115,12 +115,12 @@ def finish(run_dir: Path, *, name: str, verb: str, seconds: float) -> None:
 
 
 def _flat(data: object, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> JSON of the value."""
+    """Dotted key, with the place in a list of settings -> JSON of the value."""
     if isinstance(data, dict) and data:
         items = cast("dict[str, object]", data).items()
-        return {
-            path: text
-            for key, value in items
-            for path, text in _flat(value, f"{prefix}.{key}" if prefix else key).items()
-        }
-    return {prefix: json.dumps(data)}
+        inside = [(f"{prefix}.{key}" if prefix else key, value) for key, value in items]
+    elif isinstance(data, list) and data and all(isinstance(one, dict) for one in cast("list[object]", data)):
+        inside = [(f"{prefix}[{at}]", value) for at, value in enumerate(cast("list[object]", data))]
+    else:
+        return {prefix: json.dumps(data)}
+    return {path: text for key, value in inside for path, text in _flat(value, key).items()}

@@ -25,9 +25,15 @@ class Place(msgspec.Struct, frozen=True):
     threads: int = 1
 
 
+class Task(msgspec.Struct, frozen=True):
+    name: str
+    image: str = "host"
+
+
 class Settings(msgspec.Struct, frozen=True):
     steps: int = 1
     place: Place = Place()
+    tasks: list[Task] = msgspec.field(default_factory=list[Task])
 
 
 def test_one_process_at_a_time_and_a_killed_one_frees_it(tmp_path: Path) -> None:
@@ -77,6 +83,15 @@ def test_settings_are_fixed_when_the_work_begins(tmp_path: Path) -> None:
     (tmp_path / "wal").mkdir()
     with pytest.raises(RunDirError, match=r"steps \(was 1, now 2\)"):
         check_settings(tmp_path, Settings(steps=2))
+
+
+def test_of_a_list_of_settings_only_what_differs_is_named(tmp_path: Path) -> None:
+    write_resolved(Settings(tasks=[Task("a"), Task("b", image="old")]), tmp_path / CONFIG_NAME)
+    (tmp_path / "wal").mkdir()
+    with pytest.raises(RunDirError, match=r'other settings: tasks\[1\]\.image \(was "old", now "new"\)\. A run'):
+        check_settings(tmp_path, Settings(tasks=[Task("a"), Task("b", image="new")]))
+    with pytest.raises(RunDirError, match=r'tasks\[1\]\.image \(was "old", now absent\), tasks\[1\]\.name'):
+        check_settings(tmp_path, Settings(tasks=[Task("a")]))
 
 
 def test_where_a_run_works_may_change_and_is_said(tmp_path: Path) -> None:
