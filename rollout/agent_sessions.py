@@ -72,6 +72,8 @@ class AgentTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Of the request."""
     turn: int
     """Number of the turn, from 1."""
+    position: int = 0
+    """Furthest position in the command log that what the policy has seen rests on."""
     workspace: Workspace
     """What the sandbox begins with."""
     calls: tuple[Call, ...]
@@ -147,7 +149,8 @@ class AgentSessions:
         its workspace.
         """
         use = self._use(turn.task)
-        if turn.id not in self._agents and not turn.calls and _newest(self._logs(turn)) is None:
+        was_used = turn.id in self._agents or turn.position > 0 or _newest(self._logs(turn)) is not None
+        if not was_used and not turn.calls:
             untouched = _untouched(turn.workspace, use.submission)
             if untouched is not None:
                 return Ending(id=turn.id, submission=untouched)
@@ -269,6 +272,7 @@ class AgentSessions:
             config=self._settings.container,
             sync=self._settings.sync,
             saboteur=saboteur,
+            known_position=turn.position,
         )
         return _Agent(session, seconds, saboteur)
 

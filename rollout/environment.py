@@ -148,16 +148,16 @@ class Environment(Protocol):
         """
         ...
 
-    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
+    def resume(self, request: Request, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Take note that a request with ``tools`` goes on which an earlier life began, so that what it left is held.
         Returns at once.
 
         Args:
-            request, turn, attempt: as in ``begin``.
+            request, turn, attempt, position: as in ``begin``.
         """
         ...
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Start to answer a turn that ``is_call``; ``collect`` brings the answer.
 
         A call leaves the replica, so it is a publication (P1): the engine asks only when the turn's end of sequence is
@@ -167,17 +167,19 @@ class Environment(Protocol):
             request, turn_ids: as in ``is_call``.
             turn: number of the turn, from 1. After a restart the same turn may be asked again with the same tokens.
             attempt: of the request; grows where it was begun again because an earlier one failed or was damaged.
+            position: in the sandbox's command log, the furthest of this attempt's observations: a log that ends before
+                it has lost what they rest on, and the platform has failed the request.
         """
         ...
 
-    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Take note that a request with ``tools`` has ended, however; returns at once. What its last turn calls though
         it is no call for the engine runs now, what it submits is taken, its sandbox is given back.
 
         It is a publication like ``begin``. Asked again in another life, it gives the same ``results``.
 
         Args:
-            request, turn, attempt: as in ``begin``.
+            request, turn, attempt, position: as in ``begin``.
             turn_ids: of the last turn, with or without an end of sequence.
         """
         ...

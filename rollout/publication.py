@@ -93,16 +93,16 @@ class _Watched:
     def is_call(self, request: Request, turn_ids: Int32Array) -> bool:
         return self._environment.is_call(request, turn_ids)
 
-    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
-        self._environment.resume(request, turn=turn, attempt=attempt)
+    def resume(self, request: Request, *, turn: int, attempt: int = 0, position: int = 0) -> None:
+        self._environment.resume(request, turn=turn, attempt=attempt, position=position)
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         self._publication.turn(request, turn_ids, turn)
-        self._environment.begin(request, turn_ids, turn=turn, attempt=attempt)
+        self._environment.begin(request, turn_ids, turn=turn, attempt=attempt, position=position)
 
-    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         self._publication.last_turn(request, turn_ids, turn)
-        self._environment.end(request, turn_ids, turn=turn, attempt=attempt)
+        self._environment.end(request, turn_ids, turn=turn, attempt=attempt, position=position)
 
     def results(self, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
         return self._environment.results(identities)

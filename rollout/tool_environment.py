@@ -131,12 +131,12 @@ class ToolEnvironment:
         turn = self._read(request, turn_ids)
         return turn.said.is_call and not turn.is_final
 
-    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
+    def resume(self, request: Request, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Hold what is left of a sandbox; see ``Environment``."""
         if self._task(request).sandbox is not None:
-            self._agents_of(request).resume(_agent_turn(request, turn, attempt, ()))
+            self._agents_of(request).resume(_agent_turn(request, (turn, attempt, position), ()))
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Start the turn's calls; see ``Environment``. Calls of functions are safe to repeat after a restart, those in
         a sandbox that is kept run once."""
         asked = self._read(request, turn_ids)
@@ -152,7 +152,7 @@ class ToolEnvironment:
         if not asked.allowed:
             results = ()
         elif self._task(request).sandbox is not None:
-            results = (self._agents_of(request).answer(_agent_turn(request, turn, attempt, asked.allowed)),)
+            results = (self._agents_of(request).answer(_agent_turn(request, (turn, attempt, position), asked.allowed)),)
         else:
             runner = self._runners[self._task(request).tools]
             results = [runner.submit(call) for call in asked.allowed]
@@ -180,14 +180,16 @@ class ToolEnvironment:
         """Let ``collect`` return; see ``Environment``."""
         self._finished.put(None)
 
-    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Start to end a completion; see ``Environment``."""
         if self._task(request).sandbox is None:
             return
         is_whole = bool(turn_ids.size) and turn_ids[-1] == self._encoding.tokenizer.eos_id
         asked = self._read(request, turn_ids) if is_whole else None
         calls = asked.allowed if asked is not None and asked.is_final else ()
-        self._endings[request.id] = self._agents_of(request).finish(_agent_turn(request, turn, attempt, calls))
+        self._endings[request.id] = self._agents_of(request).finish(
+            _agent_turn(request, (turn, attempt, position), calls)
+        )
 
     def results(self, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
         """Wait for ends; see ``Environment``."""
@@ -262,7 +264,9 @@ class ToolEnvironment:
         return Observation(id=request.id, token_ids=np.array(token_ids, dtype=np.int32), command_position=position)
 
 
-def _agent_turn(request: Request, turn: int, attempt: int, calls: tuple[Call, ...]) -> AgentTurn:
+def _agent_turn(request: Request, place: tuple[int, int, int], calls: tuple[Call, ...]) -> AgentTurn:
+    """The turn for agents; `place` is turn, attempt and position of ``Environment.begin``."""
+    turn, attempt, position = place
     assert request.tools is not None, "the engine asks only for requests with tools"
     assert request.workspace is not None, f"{request.id} keeps a sandbox, so its request says what is in it"
     return AgentTurn(
@@ -271,6 +275,7 @@ def _agent_turn(request: Request, turn: int, attempt: int, calls: tuple[Call, ..
         seed=request.seed,
         attempt=attempt,
         turn=turn,
+        position=position,
         workspace=request.workspace,
         calls=calls,
     )

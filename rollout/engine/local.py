@@ -334,7 +334,7 @@ class LocalEngine:
             self._last_seq = self._log.append_observe(
                 sequence.log_slot, observation.token_ids, command_position=observation.command_position
             )
-            sequence.observe(observation.token_ids)
+            sequence.observe(observation.token_ids, command_position=observation.command_position)
             self._scheduler.observed(sequence)
 
     def _step(self, version: int) -> None:
@@ -402,7 +402,7 @@ class LocalEngine:
         assert self._environment is not None, "_after_draw asks it what calls"
         self._log.wait_durable(max(seq for seq, _ in self._calling))
         for _, sequence in self._calling:
-            self._environment.begin(sequence.request, sequence.turn_ids, turn=sequence.turn, attempt=sequence.attempt)
+            self._environment.begin(sequence.request, sequence.turn_ids, **_place(sequence))
         self._calling = []
 
     def _tell_ends(self) -> None:
@@ -416,12 +416,12 @@ class LocalEngine:
 
     def _end(self, sequence: Sequence) -> None:
         if self._environment is not None and sequence.request.tools is not None:
-            self._environment.end(sequence.request, sequence.turn_ids, turn=sequence.turn, attempt=sequence.attempt)
+            self._environment.end(sequence.request, sequence.turn_ids, **_place(sequence))
 
     def _resume(self, sequence: Sequence) -> None:
         """What an earlier process left for a request that goes on may not wait until its next call."""
         if self._environment is not None and sequence.observed:
-            self._environment.resume(sequence.request, turn=sequence.turn, attempt=sequence.attempt)
+            self._environment.resume(sequence.request, **_place(sequence))
 
     def _close(self, sequence: Sequence, stop_reason: StopReason) -> None:
         sequence.stop_reason = stop_reason
@@ -434,6 +434,11 @@ class LocalEngine:
             self._ending.append(sequence)
         if self._kv_store is not None:
             self._kv_store.discard(sequence.request.id)
+
+
+def _place(sequence: Sequence) -> dict[str, int]:
+    """Where a sequence is, as the environment is told."""
+    return {"turn": sequence.turn, "attempt": sequence.attempt, "position": sequence.command_position}
 
 
 def _check_observation(request: Request, observation: Observation) -> None:

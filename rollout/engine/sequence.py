@@ -85,6 +85,8 @@ class Sequence:
     """Log-prob of every sampled token, float32 values."""
     observed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Position of the first token and the one after the last of every observation."""
+    command_position: int = 0
+    """The furthest position in the sandbox's command log that an observation reflects."""
     kept: list[Int32Array] = field(default_factory=list[Int32Array])
     """Ids that each sampled token was drawn from; stays empty where the request draws from the whole vocabulary."""
     routes: RouteLog | None = None
@@ -137,6 +139,7 @@ class Sequence:
             held.sequence()[0].tolist(),
             held.behavior_logprobs.tolist(),
             observed=observed,
+            command_position=max((observation.command_position for observation in held.observations), default=0),
             kept=[] if held.kept is None else split_sets(held.kept),
             routes=RouteLog(held.routes) if request.record_routes else None,
             attempt=held.attempt,
@@ -180,8 +183,9 @@ class Sequence:
         if kept_ids is not None and self.request.sampling.cuts_vocabulary:
             self.kept.append(kept_ids)
 
-    def observe(self, token_ids: Int32Array) -> None:
+    def observe(self, token_ids: Int32Array, *, command_position: int = 0) -> None:
         """Append what the environment answered; the next turn begins."""
+        self.command_position = max(self.command_position, command_position)
         start = len(self.token_ids)
         self.token_ids += token_ids.tolist()
         self.observed.append((start, len(self.token_ids)))

@@ -31,10 +31,12 @@ class ScriptedEnvironment:
     def is_call(self, request: Request, turn_ids: Int32Array) -> bool:
         return _digest(turn_ids)[0] % 4 != 0
 
-    def resume(self, request: Request, *, turn: int, attempt: int = 0) -> None:
+    def resume(self, request: Request, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         """Nothing is left by an earlier life."""
+        assert position == turn - 1, "that of the last answer"
 
-    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
+        assert position == turn - 1, "that of the last answer"
         self.ended.append((request.id, turn))
 
     def results(self, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
@@ -43,8 +45,9 @@ class ScriptedEnvironment:
     def counts(self) -> SandboxCounts:
         return SandboxCounts()
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         assert self.is_call(request, turn_ids)
+        assert position == turn - 1, "that of the last answer, also where an earlier life had it"
         assert all(waiting.id != request.id for waiting in self._pending)
         self.begun.append((request.id, turn))
         if request.id in self._broken:

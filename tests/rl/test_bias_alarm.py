@@ -45,10 +45,10 @@ class _Fragile:
         self._environment = environment
         self._lost: set[RequestId] = set()
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         if turn > 1 and not request.id.is_eval:
             self._lost.add(request.id)
-        self._environment.begin(request, turn_ids, turn=turn, attempt=attempt)
+        self._environment.begin(request, turn_ids, turn=turn, attempt=attempt, position=position)
 
     def collect(self, *, block: bool) -> list[Observation]:
         answers = self._environment.collect(block=block)

@@ -273,6 +273,34 @@ def test_a_request_that_was_begun_again_after_a_failure_has_a_new_sandbox(superv
         answering.close()
 
 
+def test_commands_that_the_policy_saw_and_no_log_has_are_a_failure_of_the_platform(
+    supervisor: str, tmp_path: Path
+) -> None:
+    """A new sandbox in the middle would have none of their files, and what it submits would be scored."""
+    (request, _) = agents.requests(1)
+    ids = ids_of(agents.written(agents.call_of("bash", command="echo x >> seen.txt; wc -l < seen.txt")))
+    first = environment(supervisor, tmp_path)
+    first.begin(request, ids, turn=1)
+    (observation,) = first.collect(block=True)
+    assert observation.command_position > 0
+    first.close()
+    (log,) = tmp_path.glob("commands/*/*.log")
+    log.unlink()
+    later = environment(supervisor, tmp_path)
+    try:
+        later.resume(request, turn=2, position=observation.command_position)
+        later.end(request, ids[:-1], turn=2, position=observation.command_position)
+        ending = later.results([request.id])[request.id]
+        assert (ending.submission, ending.failure) == (None, FailureType.INFRA)
+        assert f"record {observation.command_position} was durable once" in ending.detail
+        later.begin(request, ids, turn=2, position=observation.command_position)
+        (refused,) = later.collect(block=True)
+        assert (refused.failure, refused.token_ids.size) == (FailureType.INFRA, 0)
+        assert f"record {observation.command_position} was durable once" in refused.detail
+    finally:
+        later.close()
+
+
 def test_what_needs_no_sandbox_to_be_known_makes_none(tmp_path: Path) -> None:
     """An image may have something at a path; the workspace says it of its own paths alone."""
     from rollforward.rollout.agent_sessions import _untouched  # pyright: ignore[reportPrivateUsage]

@@ -190,14 +190,14 @@ class _WatchedEnvironment(ScriptedEnvironment):
 
         log.append_step, log.append_close, log.wait_durable = append, close, wait  # type: ignore[method-assign]
 
-    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
-        super().end(request, turn_ids, turn=turn, attempt=attempt)
+    def end(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
+        super().end(request, turn_ids, turn=turn, attempt=attempt, position=position)
         assert len(self.ended) <= sum(seq <= self._log.durable_seq for seq in self.close_seqs)
 
-    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0) -> None:
+    def begin(self, request: Request, turn_ids: Int32Array, *, turn: int, attempt: int = 0, position: int = 0) -> None:
         assert self._log.durable_seq >= self.newest_step
         self.steps_that_call.add(self.newest_step)
-        super().begin(request, turn_ids, turn=turn, attempt=attempt)
+        super().begin(request, turn_ids, turn=turn, attempt=attempt, position=position)
 
 
 def test_a_call_begins_when_its_turn_is_durable_and_the_callers_of_a_step_wait_once(
