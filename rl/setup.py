@@ -15,7 +15,7 @@ from rollforward.model.encoding_version import ENCODING_FILE, LATER, EncodingVer
 from rollforward.model.errors import ConfigError
 from rollforward.model.tokenizer import Tokenizer
 from rollforward.model.train_config import HybridMuon, OptimConfig
-from rollforward.rl.errors import ModelDirectoryError
+from rollforward.rl.errors import ModelDirectoryError, TaskError
 from rollforward.rl.sampling import PromptEncoder
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.grader import Grader
@@ -25,6 +25,7 @@ from rollforward.rollout.environment import EnvironmentConfig, SandboxUse, TaskT
 from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.weights import check_manifest
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
+from rollforward.sandbox.images import HOST
 from rollforward.sandbox.toolset import tool_path
 
 
@@ -72,7 +73,7 @@ def load_parts(
         ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
         ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
         EncodingError: its encoding is not known, or does not know the effort of a task.
-        TaskError: a task cannot be built as configured.
+        TaskError: a task cannot be built as configured, or its image has no name here.
         ToolError, EnvironmentConfigError: a tool cannot be offered, or its task leaves no room for answers.
         SandboxUnavailableError: this machine cannot isolate tools.
     """
@@ -100,6 +101,7 @@ def load_parts(
     encoding = ChatEncoding(tokenizer, _encoding_version(model_dir))
     for task in task_configs:
         encoding.check_effort(task.effort)
+        _check_image(task, sandbox)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     grader = Grader(sandbox.container)
     tasks = build_tasks(task_configs, grader)
@@ -157,6 +159,15 @@ def _environment(
     one_worker = msgspec.structs.replace(config, sandbox=msgspec.structs.replace(sandbox, workers=1))
     build_environment(one_worker).close()
     return config
+
+
+def _check_image(task: TaskConfig, sandbox: SandboxConfig) -> None:
+    known = sorted({HOST, *sandbox.container.images})
+    if task.keeps_sandbox and task.image not in known:
+        raise TaskError(
+            f"task {task.name}: image is {task.image!r}; there are {', '.join(known)}. Name one of them, or add it to"
+            " sandbox.container.images"
+        )
 
 
 def _sandbox_use(task: TaskConfig) -> SandboxUse | None:

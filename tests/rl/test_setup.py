@@ -10,7 +10,7 @@ from rollforward.model.config import preset
 from rollforward.model.encoding_version import APRIL, ENCODING_FILE, LATER, encoding_file
 from rollforward.model.errors import CheckpointError, ConfigError, EncodingError, TokenizerError
 from rollforward.model.train_config import AdamW, HybridMuon
-from rollforward.rl.errors import ModelDirectoryError
+from rollforward.rl.errors import ModelDirectoryError, TaskError
 from rollforward.rl.setup import Parts, check_learner, load_parts
 from tests.helpers.runs import TASK, small_run, write_model
 
@@ -32,6 +32,14 @@ def test_tools_of_ones_own_are_found_from_any_directory(tmp_path: Path, monkeypa
     assert parts.environment is not None
     files = [tool.file for tool in parts.environment.tasks["chain_sum"].tools]
     assert files == [str(tmp_path / "tool.py"), None]
+
+
+def test_an_image_that_does_not_exist_is_refused_before_a_sandbox_is_made(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model")
+    task = {**TASK, "tools": [{"name": "bash"}], "substrate": "container", "image": "nope", "list_tools": False}
+    run = small_run(model_dir, model_dir, tasks=[task], micro_batch_tokens=4096)
+    with pytest.raises(TaskError, match=r"task chain_sum: image is 'nope'; there are host\. Name one of them, or add"):
+        load_parts(model_dir, run.tasks, max_prompt_tokens=8, max_new_tokens=6, sandbox=run.sandbox)
 
 
 def _without(name: str) -> Callable[[Path], None]:
