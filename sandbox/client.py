@@ -52,8 +52,9 @@ from rollforward.sandbox.types import (
 )
 from rollforward.sandbox.wire import Operation, Which
 
-_GRACE_S: Final = 60.0
-"""An answer may come so much later than what it is about may last; then nobody answers."""
+_GRACE_S: Final = 100.0
+"""An answer may come so much later than what it is about may last; then nobody answers. Longer than what it takes to
+find that a supervisor hangs and to replace it (launch.py)."""
 _PAUSE_S: Final = 0.1
 """Before something is asked again; four times as long each time, and never the same for two who ask."""
 _RENEWALS: Final = 3

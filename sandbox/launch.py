@@ -22,8 +22,11 @@ from rollforward.sandbox.wire import Operation
 
 _START_S: Final = 60.0
 """A supervisor answers so long after it was started, on a busy machine."""
-_HUNG_S: Final = 20.0
-"""One that takes a connection and does not answer for so long is ended."""
+_SLOW_S: Final = 20.0
+"""Who is not answered for so long connects anew, and so looks whether the supervisor stands still."""
+_HUNG_S: Final = 60.0
+"""One that takes a connection and does not answer for so long is ended, with all its sandboxes: it must be dead, and
+not merely on a busy machine."""
 _QUICK: Final = frozenset((Operation.ADOPT, Operation.RENEW, Operation.LIST, Operation.STATS, Operation.CLOSE))
 """Questions that are answered at once; clients ask one three times a lease, so that a standstill is noticed."""
 _LOOK_S: Final = 0.02
@@ -68,7 +71,7 @@ class LocalTransport:
         except SandboxUnavailableError as error:
             return wire.refusal(error)
         try:
-            async with asyncio.timeout(_HUNG_S if operation in _QUICK else None):
+            async with asyncio.timeout(_SLOW_S if operation in _QUICK else None):
                 return await connected.ask(operation, payload)
         except (SandboxConnectionError, TimeoutError) as error:
             # Whoever asks next looks whether it stands still, and replaces it then.
@@ -78,7 +81,7 @@ class LocalTransport:
                 raise
             await connected.close()
             raise SandboxConnectionError(
-                f"the sandbox supervisor {self._name} did not answer {operation} in {_HUNG_S:g} s"
+                f"the sandbox supervisor {self._name} did not answer {operation} in {_SLOW_S:g} s"
             ) from None
 
     async def close(self) -> None:
@@ -98,7 +101,7 @@ class LocalTransport:
 async def _find_or_start(home: Home, config: ContainerConfig) -> tuple[SocketTransport, tuple[str, ...]]:
     """A connection to the supervisor of a home, and what it says that its machine cannot enforce."""
     question = wire.encode(wire.Configure(config=config))
-    end_s = time.monotonic() + _START_S
+    end_s = time.monotonic() + _HUNG_S + _START_S
     while True:
         transport = SocketTransport(home.socket)
         try:
@@ -115,7 +118,8 @@ async def _find_or_start(home: Home, config: ContainerConfig) -> tuple[SocketTra
             raise
         if time.monotonic() > end_s:
             raise SandboxConnectionError(
-                f"no sandbox supervisor answers at {home.socket} within {_START_S:g} s; {home.log} may say why"
+                f"no sandbox supervisor answers at {home.socket} within {_HUNG_S + _START_S:g} s; {home.log} may say"
+                " why"
             )
         if home.holder() is None:
             await asyncio.to_thread(_start, home, config, end_s)
