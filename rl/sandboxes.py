@@ -94,8 +94,9 @@ async def _check(settings: AgentSettings, images: set[str]) -> None:
     transports = [copy.copy(transport) for transport in settings.transports]
     async with SandboxClient(transports, settings.container, owner="check") as client:
         specs = [_spec(settings, task, image) for task in settings.tasks.values() for image in sorted(images)]
-        for index, spec in enumerate(dict.fromkeys(map(msgspec.json.encode, specs))):
-            name = supervisor_id(settings.run_dir, index)
+        for spec in dict.fromkeys(map(msgspec.json.encode, specs)):
+            # An identity names one spec: a run that was stopped in its check may come again with other limits.
+            name = supervisor_id(settings.run_dir, spec)
             sandbox = await client.create(f"check-{name}", msgspec.json.decode(spec, type=SandboxSpec))
             await sandbox.close()
 
