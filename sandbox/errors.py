@@ -28,7 +28,7 @@ class ToolError(SandboxError, ValueError):
     """
 
 
-class SandboxUnavailableError(SandboxError, RuntimeError):
+class SandboxUnavailableError(SandboxError, ValueError):
     """This machine cannot isolate calls as the substrate promises.
 
     Stop: nothing runs with less isolation instead. The message says what the machine lacks.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rollforward.conf.errors import user_error
 from rollforward.sandbox import cgroups, host
 from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.errors import SandboxUnavailableError
@@ -189,8 +190,9 @@ def test_a_machine_without_control_groups_is_said_to_be_so() -> None:
         "no control group for processes",
     }
     report.check(trusted_code=True)
-    with pytest.raises(SandboxUnavailableError, match="trusted_code=true"):
+    with pytest.raises(SandboxUnavailableError, match="trusted_code=true") as refused:
         report.check(trusted_code=False)
+    assert user_error(refused.value) is refused.value  # told in a line
 
 
 def test_without_control_groups_limits_are_by_process(world: World) -> None:
