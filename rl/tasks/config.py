@@ -299,8 +299,9 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     relative to /workspace, or a text that is such an object as JSON. null: none.
     """
     tests_column: str | None = None
-    """Column with the hidden tests of a reward of type unit_tests: a list of objects with the fields of `UnitTest` in
-    `unit_tests.py`, or a text that is such a list as JSON.
+    """Column with the hidden tests of a reward of type unit_tests: a list of objects with `argv` (or `script`), and if
+    need be `stdin`, `files`, `stdout`, `compare` (stripped or exact), `exit_code`, `any_exit` and `timeout_s`; or a text
+    that is such a list as JSON.
     """
     system_prompt: str | None = None
     """A system message in front of every question."""
