@@ -300,8 +300,8 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     """
     tests_column: str | None = None
     """Column with the hidden tests of a reward of type unit_tests: a list of objects with `argv` (or `script`), and if
-    need be `stdin`, `files`, `stdout`, `compare` (stripped or exact), `exit_code`, `any_exit` and `timeout_s`; or a text
-    that is such a list as JSON.
+    need be `stdin`, `files`, `stdout`, `compare` (stripped or exact), `exit_code`, `any_exit` and `timeout_s`; or a
+    text that is such a list as JSON.
     """
     system_prompt: str | None = None
     """A system message in front of every question."""
