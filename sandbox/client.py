@@ -205,8 +205,13 @@ class SandboxClient:
                     raise
         raise lost
 
-    async def adopt(self, sandbox_id: str) -> "Sandbox":
+    async def adopt(self, sandbox_id: str, *, instance: str = "") -> "Sandbox":
         """Take over a sandbox whose owner is gone, or find one again.
+
+        Args:
+            sandbox_id: its identity.
+            instance: the incarnation that is meant, where that is known: two supervisors know an identity where the
+                first one made it too late for who asked. Where no supervisor has it, whichever has the identity.
 
         Raises:
             SandboxGoneError: there is none; all supervisors said so.
@@ -215,7 +220,7 @@ class SandboxClient:
         """
         wire.check_identity(sandbox_id)
         held = self._held.get(sandbox_id)
-        routes = [held[0]] if held is not None else self._routes
+        routes = [held[0]] if held is not None and instance in ("", held[1]) else self._routes
         question = wire.Adopt(sandbox_id=sandbox_id, owner=self._owner)
         asked = [asyncio.create_task(route.ask(Operation.ADOPT, question, wire.Placed)) for route in routes]
         try:
@@ -223,12 +228,19 @@ class SandboxClient:
         finally:
             for task in asked:
                 task.cancel()
-        for route, answer in zip(routes, answers, strict=True):
-            if isinstance(answer, wire.Placed):
-                return self._hold(route, sandbox_id, answer)
+        placed = [
+            (route, found) for route, found in zip(routes, answers, strict=True) if isinstance(found, wire.Placed)
+        ]
+        for route, found in placed:
+            if instance in ("", found.instance):
+                return self._hold(route, sandbox_id, found)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         # Somebody who was not asked may have it; and who knows why it is gone knows more than who never heard of it.
-        raise min(errors, key=lambda error: (isinstance(error, SandboxGoneError), _is_unknown(error)))
+        error = min(errors, key=lambda error: (isinstance(error, SandboxGoneError), _is_unknown(error)), default=None)
+        if placed and (error is None or isinstance(error, SandboxGoneError)):
+            return self._hold(placed[0][0], sandbox_id, placed[0][1])
+        assert error is not None, "each has answered or failed"
+        raise error
 
     async def renew(self, sandbox_ids: Sequence[str]) -> None:
         """Give a sign of life for these now. Those that are not there are let go of; the next question finds out.

@@ -132,7 +132,7 @@ class Tenancy:
         if opened is None or self._sandbox is not None:
             return
         try:
-            sandbox = await self.patiently(lambda: self._client.adopt(opened.sandbox_id))
+            sandbox = await self.patiently(lambda: self._client.adopt(opened.sandbox_id, instance=opened.instance))
             if sandbox.instance != opened.instance:
                 raise SandboxGoneError(
                     f"sandbox {opened.sandbox_id} is instance {sandbox.instance}, and the one that was used was"
@@ -149,7 +149,7 @@ class Tenancy:
         opened = self.history.opened
         with contextlib.suppress(SandboxError):
             if self._sandbox is None and opened is not None:
-                self._sandbox = await self._client.adopt(opened.sandbox_id)
+                self._sandbox = await self._client.adopt(opened.sandbox_id, instance=opened.instance)
             if self._sandbox is not None:
                 await self._sandbox.close()
         self._sandbox = None

@@ -191,6 +191,33 @@ async def test_a_successor_finds_everything(stage: Stage, name: str) -> None:
 
 
 @on_loop
+async def test_of_two_supervisors_that_know_an_identity_the_one_with_the_incarnation_is_found(
+    tmp_path: Path, name: str
+) -> None:
+    """The first made it too late for who asked, and another was made."""
+    with pytest.MonkeyPatch.context() as patch:
+        stages = [Stage(tmp_path, patch, supervisor_id(tmp_path, number)) for number in range(2)]
+        made: list[Sandbox] = []
+        try:
+            routes = [stage.transport() for stage in stages]
+            for route in routes:
+                alone = SandboxClient([route], config(), owner="before")
+                made.append(await alone.create(name, SandboxSpec()))
+                await sh(made[-1], f"echo {made[-1].instance} > file")
+            async with SandboxClient([*routes, SocketTransport(tmp_path / "none")], config(), owner="after") as client:
+                for sandbox in (*made, *made):
+                    found = await client.adopt(name, instance=sandbox.instance)
+                    assert await found.download(["file"], max_bytes=99) == {"file": f"{sandbox.instance}\n".encode()}
+                with pytest.raises(SandboxConnectionError):  # whoever was not heard may have it
+                    await client.adopt(name, instance="0" * 16)
+            async with SandboxClient(routes, config(), owner="after") as client:
+                found = await client.adopt(name, instance="0" * 16)
+                assert found.instance == made[0].instance, "whichever has the identity"
+        finally:
+            await asyncio.to_thread(lambda: [stage.end() for stage in stages])
+
+
+@on_loop
 async def test_a_command_with_a_key_runs_once_however_often_the_connection_is_cut(stage: Stage, name: str) -> None:
     client, transport = await cutting(stage, "exec", 2)
     async with client:
