@@ -322,8 +322,15 @@ class _Saboteur:
 
 
 def _newest(logs: Sequence[Path]) -> int | None:
-    """The last attempt that has a log."""
-    return max((attempt for attempt, path in enumerate(logs) if path.exists()), default=None)
+    """The last attempt that has a log, or one of which that cannot be told."""
+    return max((attempt for attempt, path in enumerate(logs) if _may_exist(path)), default=None)
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # whoever opens it says what is wrong with the path, and the completion fails with that
 
 
 def _logged_seconds(view: LogView) -> dict[tuple[int, int], float]:

@@ -301,6 +301,25 @@ def test_commands_that_the_policy_saw_and_no_log_has_are_a_failure_of_the_platfo
         later.close()
 
 
+def test_a_path_at_which_no_log_can_be_looked_for_fails_the_completion_and_no_process(
+    supervisor: str, tmp_path: Path
+) -> None:
+    (request, _) = agents.requests(1)
+    nowhere = environment(supervisor, tmp_path / ("x" * 300))
+    try:
+        nowhere.resume(request, turn=1)
+        nowhere.begin(request, ids_of(agents.written(agents.call_of("bash", command="true"))), turn=1)
+        (observation,) = nowhere.collect(block=True)
+        assert (observation.failure, observation.token_ids.size) == (FailureType.INFRA, 0)
+        assert "File name too long" in observation.detail
+        nowhere.end(request, ids_of("")[:-1], turn=1)
+        ending = nowhere.results([request.id])[request.id]
+        assert (ending.submission, ending.failure) == (None, FailureType.INFRA)
+        assert "File name too long" in ending.detail
+    finally:
+        nowhere.close()
+
+
 def test_what_needs_no_sandbox_to_be_known_makes_none(tmp_path: Path) -> None:
     """An image may have something at a path; the workspace says it of its own paths alone."""
     from rollforward.rollout.agent_sessions import _untouched  # pyright: ignore[reportPrivateUsage]
