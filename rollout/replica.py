@@ -33,7 +33,7 @@ from rollforward.rollout.errors import EngineError, WeightsError
 from rollforward.rollout.interruptions import Interruption, find_interruptions
 from rollforward.rollout.publication import Publication
 from rollforward.rollout.tool_environment import build_environment
-from rollforward.rollout.types import Completion, Request, ResumeStats
+from rollforward.rollout.types import Completion, FailureType, Request, ResumeStats
 from rollforward.rollout.wal import open_log
 from rollforward.rollout.wal_commit import WalStats
 from rollforward.rollout.wal_retention import Retirement
@@ -144,11 +144,18 @@ def _added(one: _Record, other: _Record) -> _Record:
     )
 
 
-def _ended(completion: Completion, ending: Ending | None) -> Completion:
+def _ended(completion: Completion, ending: Ending | None, *, keeps_sandbox: bool) -> Completion:
     """The completion with what it submits. A sandbox that the platform lost at the end makes it one that says nothing
-    about the policy, like one that was lost on the way."""
-    if ending is None or (completion.failure is not None and completion.failure.is_excluded):
+    about the policy, like one that was lost on the way; so does an end that nobody told, which is not an empty
+    submission."""
+    if completion.failure is not None and completion.failure.is_excluded:
         return completion
+    if ending is None:
+        if not keeps_sandbox:
+            return completion
+        return msgspec.structs.replace(
+            completion, failure=FailureType.INFRA, detail="nobody told what it left in its sandbox"
+        )
     return msgspec.structs.replace(
         completion,
         submission=ending.submission,
@@ -235,6 +242,8 @@ class Replica:
                 opened.callback(self._publication.close)
                 answering = self._publication.watch(answering)
             self._environment = answering
+            tasks = {} if environment is None else environment.tasks
+            self._keeping = frozenset(name for name, task in tasks.items() if task.sandbox is not None)
             self._agent_settings: AgentSettings | None = None
             if environment is not None and environment.agents is not None:
                 access: AgentsAccess = environment.agents
@@ -295,7 +304,8 @@ class Replica:
             completions = self._engine.generate(requests)
         if self._environment is not None:
             endings = self._environment.results([completion.id for completion in completions])
-            completions = [_ended(completion, endings.get(completion.id)) for completion in completions]
+            keeping = {request.id for request in requests if request.tools and request.tools.task in self._keeping}
+            completions = [_ended(one, endings.get(one.id), keeps_sandbox=one.id in keeping) for one in completions]
         return completions if self._publication is None else self._publication.completions(completions)
 
     def log_problems(self) -> tuple[Problem, ...]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import pytest
 
 from rollforward.rollout.agent_retention import retire_commands
 from rollforward.rollout.agents import LocalAccess
-from rollforward.rollout.environment import SandboxUse
+from rollforward.rollout.environment import Ending, SandboxUse
 from rollforward.rollout.tool_environment import ToolEnvironment
-from rollforward.rollout.types import Completion, FailureType, StopReason
+from rollforward.rollout.types import Completion, FailureType, RequestId, StopReason
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.command_log import read_log
 from rollforward.sandbox.homes import Home
@@ -299,6 +299,22 @@ def test_commands_that_the_policy_saw_and_no_log_has_are_a_failure_of_the_platfo
         assert f"record {observation.command_position} was durable once" in refused.detail
     finally:
         later.close()
+
+
+def test_an_end_that_nobody_told_is_no_empty_submission(
+    supervisor: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untold = agents.requests(1)[1].id
+    whole = ToolEnvironment.results
+
+    def results(environment: ToolEnvironment, identities: Sequence[RequestId]) -> dict[RequestId, Ending]:
+        return {key: ending for key, ending in whole(environment, identities).items() if key != untold}
+
+    monkeypatch.setattr(ToolEnvironment, "results", results)
+    completions = agents.sample(run_dir, access(run_dir, supervisor), members=1)
+    assert [one.failure for one in completions] == [None, FailureType.INFRA]
+    assert [one.submission is None for one in completions] == [False, True]
+    assert "nobody told" in completions[1].detail
 
 
 def test_a_path_at_which_no_log_can_be_looked_for_fails_the_completion_and_no_process(
