@@ -8,6 +8,7 @@
         leases/                          leases.py
         tools/                           sources of tools, by hash
         groups                           where its control groups are: below the group of whoever started it
+      5f0c9a7712ab34de.log               the end of the log of one that crashed, until one has ended in order
 
 A home whose lock is free is nobody's: whoever takes the lock ends what its records and its name in the control groups
 lead to, and removes it. A supervisor is told apart from its predecessor by the lock alone, never by its files.
@@ -38,6 +39,8 @@ _END_S: Final = 5.0
 """For killed processes to leave their control groups."""
 _LOOK_S: Final = 0.01
 _NAME: Final = re.compile(r"[0-9a-f]{16}")
+_MAX_KEPT_BYTES: Final = 1 << 16
+"""Of the log of a supervisor that crashed."""
 
 
 def supervisor_id(*parts: object) -> str:
@@ -80,6 +83,7 @@ class Home:
         self.name = path.name
         self.socket = path / "socket"
         self.log = path / "log"
+        self.crash_log = path.with_name(f"{path.name}.log")
         self.tools = path / "tools"
         self.book = LeaseBook(path / "leases")
 
@@ -108,6 +112,22 @@ class Home:
             return None
         finally:
             os.close(descriptor)
+
+    def keep_log(self) -> None:
+        """Keep what one that crashed has said last, if it said something: its home goes."""
+        with contextlib.suppress(OSError):
+            with self.log.open("rb") as log:
+                log.seek(max(log.seek(0, os.SEEK_END) - _MAX_KEPT_BYTES, 0))
+                said = log.read()
+            if said.strip():
+                self.crash_log.write_bytes(said)
+
+    def last_words(self) -> str:
+        """The last line of the log of one that crashed; empty where there is none."""
+        with contextlib.suppress(OSError):
+            lines = self.crash_log.read_text(encoding="utf-8", errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return ""
 
 
 class Claim:
@@ -156,7 +176,8 @@ class Claim:
             os.close(descriptor)  # of a home that was removed meanwhile
 
     def clean(self) -> None:
-        """End what a killed predecessor has left; the home stays."""
+        """End what a killed predecessor has left; the home stays, and what it has said last."""
+        self.home.keep_log()
         records = list(self.home.book.read())
         for record in records:
             _end_process(record)

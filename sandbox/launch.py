@@ -119,7 +119,7 @@ async def _find_or_start(home: Home, config: ContainerConfig) -> tuple[SocketTra
         if time.monotonic() > end_s:
             raise SandboxConnectionError(
                 f"no sandbox supervisor answers at {home.socket} within {_HUNG_S + _START_S:g} s; {home.log} may say"
-                " why"
+                f" why, or that of one that crashed, {home.crash_log}: {home.last_words() or 'there is none'}"
             )
         if home.holder() is None:
             await asyncio.to_thread(_start, home, config, end_s)

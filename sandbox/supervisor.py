@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -291,17 +292,27 @@ def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:
         sweep_homes(but=home.name)
         try:
             asyncio.run(Service(claim, config).run(lambda: _say_ready(ready)))
+            home.crash_log.unlink(missing_ok=True)
+        except SandboxError:
+            raise
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            home.keep_log()
+            raise
         finally:
             claim.remove()
-    except (SandboxError, OSError) as error:
-        with contextlib.suppress(OSError):  # it has been said, or nobody listens
+    except Exception as error:
+        with contextlib.suppress(OSError):  # nobody listens
             os.write(ready, wire.refusal(error))
         raise
 
 
 def _say_ready(ready: int) -> None:
     os.write(ready, wire.READY)
-    os.close(ready)
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(null, ready, inheritable=False)  # not closed: what it fails by later must not be told to another file
+    os.close(null)
 
 
 def _listen(path: Path) -> socket.socket:

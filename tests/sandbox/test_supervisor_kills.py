@@ -13,15 +13,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollforward.sandbox import client as client_module
-from rollforward.sandbox import launch
-from rollforward.sandbox.errors import GoneCause, SandboxGoneError
+from rollforward.sandbox import launch, wire
+from rollforward.sandbox.errors import GoneCause, SandboxConnectionError, SandboxGoneError
 from rollforward.sandbox.homes import supervisor_id
 from rollforward.sandbox.types import SandboxSpec
 from tests.helpers.sandboxes import is_gone, wait_for
-from tests.helpers.supervisors import Stage, groups, on_loop, owner_process, sh
+from tests.helpers.supervisors import Stage, config, groups, on_loop, owner_process, sh
 
 
 @pytest.fixture
@@ -111,6 +112,52 @@ async def test_one_that_stands_still_is_replaced(stage: Stage, monkeypatch: pyte
         with pytest.raises(SandboxGoneError):  # asked again, and answered by a successor
             await client.adopt("a")
         wait_for(lambda: all(is_gone(pid) for pid in stage.seen))
+
+
+@on_loop
+async def test_what_one_that_was_killed_said_last_outlives_its_home(stage: Stage) -> None:
+    await stage.up()
+    stage.look()
+    with stage.home.log.open("ab") as log:
+        log.write(b"x" * (1 << 17) + b"\nas a library does that aborts the process\n\n")
+    os.kill(stage.supervisor(), signal.SIGKILL)
+    await stage.gone(10.0)
+    assert stage.home.last_words() == "as a library does that aborts the process"
+    assert stage.home.crash_log.stat().st_size <= 1 << 16
+    # One that ends in order has nothing to say.
+    await stage.up()
+    stage.look()
+    os.kill(stage.supervisor(), signal.SIGTERM)
+    await stage.gone(10.0)
+    assert stage.home.last_words() == ""
+    assert not stage.home.path.parent.exists()
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_crash_is_told_to_whoever_starts_it_or_stays_in_a_log(stage: Stage, is_ready: bool) -> None:
+    code = (
+        "from rollforward.sandbox import supervisor\n"
+        "async def run(self, ready):\n"
+        f"    {'ready()' if is_ready else 'pass'}\n"
+        "    raise RuntimeError('broken')\n"
+        "supervisor.Service.run = run\n"
+        "supervisor.main()"
+    )
+    ours, theirs = os.pipe()
+    settings = msgspec.json.encode(config()).decode()
+    with open(ours, "rb") as said:
+        command = [sys.executable, "-c", code, stage.name, settings, str(theirs)]
+        process = subprocess.Popen(command, pass_fds=[theirs], stderr=subprocess.DEVNULL)
+        os.close(theirs)
+        process.wait()
+        outcome = said.read()
+    if is_ready:
+        assert outcome == wire.READY
+    else:
+        with pytest.raises(SandboxConnectionError, match="the supervisor failed: RuntimeError: broken"):
+            wire.result(outcome, type(None))
+    wait_for(lambda: not stage.left())
+    assert stage.home.last_words() == "RuntimeError: broken"
 
 
 @on_loop
