@@ -87,6 +87,8 @@ class TurnAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One for each call; after one that is INFRA there is no other."""
     position: int
     """Position in the command log that they rest on."""
+    failure: FailureType = FailureType.INFRA
+    """Whose fault a result that is INFRA is: `infra` or `data`."""
 
 
 @dataclass(eq=False)
@@ -104,6 +106,11 @@ class _Agent:
     def count(self, **more: float) -> None:
         """Count something up."""
         self.counts = self.counts + SandboxCounts(**more)  # type: ignore[arg-type]
+
+    @property
+    def failure(self) -> FailureType:
+        """Whose fault it is where the session has failed."""
+        return FailureType.DATA if self.session.is_data_fault else FailureType.INFRA
 
     def used_s(self, turn: int, index: int) -> float:
         """Time of the commands before one."""
@@ -198,12 +205,12 @@ class AgentSessions:
             agent.saboteur.ends()
         answer = await self._run_calls(agent, turn)
         if answer.results and answer.results[-1].status is CallStatus.INFRA:
-            failure, detail = FailureType.INFRA, answer.results[-1].detail
+            failure, detail = agent.failure, answer.results[-1].detail
         else:
             collected = await agent.session.collect(use.submission, max_bytes=use.max_submission_bytes)
             submission = Submission(files=collected.files, problem=collected.problem)
             if collected.failure:
-                submission, failure, detail = None, FailureType.INFRA, collected.failure
+                submission, failure, detail = None, agent.failure, collected.failure
             elif use.max_tool_s is not None and sum(agent.seconds.values()) >= use.max_tool_s:
                 failure, detail = FailureType.TIMEOUT, f"its tools took {use.max_tool_s:g} s (max_tool_s)"
         session = agent.session
@@ -236,7 +243,7 @@ class AgentSessions:
                 agent.count(replayed=1)
             else:
                 agent.count(calls=1, call_s=seconds, call_max_s=seconds)
-        return TurnAnswer(results=tuple(results), position=position)
+        return TurnAnswer(results=tuple(results), position=position, failure=agent.failure)
 
     async def _agent(self, turn: AgentTurn) -> _Agent:
         """The completion's session; opened where this process has none."""

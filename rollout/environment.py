@@ -71,17 +71,17 @@ class Observation(ArrayRecord, frozen=True, kw_only=True, eq=False):
     """[T] int32. What enters the sequence between the turn's end of sequence and the next turn's first token: at least
     one token and at most `tools.max_observation_tokens`; empty where it failed."""
     failure: FailureType | None = None
-    """Set where the platform could not answer; the request then ends as aborted with it. What a tool says about its
-    own failure is an answer."""
+    """Set where there is no answer: `infra`, the platform could not, or `data`, what the sandbox begins with fits into
+    none. The request then ends as aborted with it. What a tool says about its own failure is an answer."""
     detail: str = ""
     """What failed, for a person."""
     command_position: int = 0
     """Position in the sandbox's command log that the answer reflects; 0 where there is none."""
 
 
-def failed_observation(identity: RequestId, detail: str) -> Observation:
-    """Return the observation of a platform that could not answer: an infra failure."""
-    return Observation(id=identity, token_ids=np.zeros(0, np.int32), failure=FailureType.INFRA, detail=detail)
+def failed_observation(identity: RequestId, detail: str, failure: FailureType = FailureType.INFRA) -> Observation:
+    """Return the observation of what could not be answered, by the platform's fault if nothing else is said."""
+    return Observation(id=identity, token_ids=np.zeros(0, np.int32), failure=failure, detail=detail)
 
 
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,9 +126,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     id: RequestId
     """Its request."""
     submission: Submission | None = None
-    """What it leaves; None where the platform failed."""
+    """What it leaves; None where the platform or its data failed."""
     failure: FailureType | None = None
-    """`infra` where the platform failed, `timeout` where the time of its tools was used up."""
+    """`infra` where the platform failed, `data` where what the sandbox begins with fits into none, `timeout` where the
+    time of its tools was used up."""
     detail: str = ""
     """What failed, for a person."""
     counts: SandboxCounts = SandboxCounts()

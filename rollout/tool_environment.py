@@ -37,7 +37,7 @@ from rollforward.rollout.environment import (
     failed_observation,
 )
 from rollforward.rollout.errors import EnvironmentConfigError, PausedError
-from rollforward.rollout.types import Int32Array, Request, RequestId
+from rollforward.rollout.types import FailureType, Int32Array, Request, RequestId
 from rollforward.sandbox.arguments import refuse_call
 from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.function import FunctionSandbox
@@ -241,17 +241,17 @@ class ToolEnvironment:
             return
         del self._pending[identity]
         results: list[CallResult] = []
-        position = 0
+        position, failure = 0, FailureType.INFRA
         for done in pending.results:
             result = done.result()
             if isinstance(result, TurnAnswer):
                 results += result.results
-                position = result.position
+                position, failure = result.position, result.failure
             else:
                 results.append(result)
         failed = [result for result in results if result.status is CallStatus.INFRA]
         if failed:
-            self._ready.append(failed_observation(identity, failed[0].detail))
+            self._ready.append(failed_observation(identity, failed[0].detail, failure))
             return
         told = iter(results)
         texts = [_told(next(told)) if text is None else text for text in pending.texts]

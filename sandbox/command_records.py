@@ -8,7 +8,7 @@ Frame types of the log and their payloads (msgpack arrays; frames and checksums 
     END      its result; with this record durable it may be handed out
     GET      files that were taken out of it, at the end
     UNKNOWN  whether a command ran cannot be known: the last record but CLOSED
-    FAILED   the platform failed the trajectory between commands: likewise
+    FAILED   the platform, or its data, failed the trajectory between commands: likewise
     CLOSED   the last record
 
 One command at a time, so the log orders everything that happened in the sandbox. `CommandHistory` takes records in
@@ -138,10 +138,12 @@ class UnknownRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class FailedRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The platform failed the trajectory; nothing runs any more."""
+    """The trajectory failed, and not by its own doing; nothing runs any more."""
 
     detail: str
     """What happened."""
+    is_data_fault: bool = False
+    """Whether what it begins with is at fault, and not the platform."""
 
 
 class ClosedRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -306,7 +308,7 @@ class CommandHistory:
         self.collected_seq = 0
         self.gone: GoneCause | None = None
         self.failure = ""
-        self.is_unknown = False
+        self.is_unknown = self.is_data_fault = False
         self.is_closed = False
 
     @property
@@ -376,6 +378,7 @@ class CommandHistory:
             case UnknownRecord() | FailedRecord():
                 self.failure = record.detail or "no reason was recorded"
                 self.is_unknown = isinstance(record, UnknownRecord)
+                self.is_data_fault = isinstance(record, FailedRecord) and record.is_data_fault
             case ClosedRecord():
                 self.is_closed = True
         self.next_seq = seq + 1

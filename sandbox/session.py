@@ -14,6 +14,8 @@ says UNKNOWN, the trajectory has failed as infra, and nothing of it ever runs ag
 | out of memory, by a command    | that command and all later ones have the status OOM: the policy's doing   |
 | otherwise                      | INFRA; the trajectory says nothing about the policy                       |
 
+Files to begin with that fit into no sandbox end it like that too; `is_data_fault` says so: another one would not help.
+
 Within a sandbox a command runs at most once; what a command does outside of one (it has no network) is not covered. Not
 here: the bytes of the log (`command_log.py`), which sandbox it is (`tenancy.py`), leases (`supervisor.py`).
 """
@@ -54,7 +56,7 @@ from rollforward.sandbox.errors import (
     SandboxGoneError,
     ToolError,
 )
-from rollforward.sandbox.tenancy import LostError, Tenancy, in_thread, lost
+from rollforward.sandbox.tenancy import LostError, Tenancy, UnfitFilesError, in_thread, lost
 from rollforward.sandbox.types import Call, CallResult, CallStatus, SandboxSpec
 
 OOM_TEXT: Final = "the sandbox ran out of memory and is gone"
@@ -117,6 +119,7 @@ class Session:
         self._tenancy = tenancy
         self._refusal = refusal
         self._failure = ""
+        self._is_data_fault = False
         self._saboteur = saboteur
         self._lock = asyncio.Lock()
         self._greeting: asyncio.Task[None] | None = None
@@ -176,8 +179,14 @@ class Session:
 
     @property
     def failure(self) -> str:
-        """Why the platform failed the trajectory; empty while it did not."""
+        """Why the trajectory has failed and says nothing about the policy; empty while it has not."""
         return self._refusal or self._failure or self._history.failure
+
+    @property
+    def is_data_fault(self) -> bool:
+        """Whether it failed because the files that it begins with do not fit into a sandbox, and not by the
+        platform."""
+        return not self._refusal and (self._is_data_fault or self._history.is_data_fault)
 
     @property
     def position(self) -> int:
@@ -218,7 +227,7 @@ class Session:
             except ToolError:
                 raise
             except (SandboxError, LostError) as error:
-                return await self._infra(key, str(error))
+                return await self._infra(key, error)
 
     async def collect(self, paths: Sequence[str], *, max_bytes: int) -> Collected:
         """Takes files out of the sandbox, once: asked again, also in a later life, the log answers.
@@ -241,7 +250,7 @@ class Session:
             except ToolError:
                 raise
             except (SandboxError, LostError) as error:
-                failed = await self._infra("", str(error))
+                failed = await self._infra("", error)
                 return Collected(
                     files={}, problem="", failure=failed.result.detail, position=failed.position, is_replayed=False
                 )
@@ -407,18 +416,19 @@ class Session:
         record = GetRecord(digest, tuple(map(path_bytes, paths)), max_bytes, await tenancy.store(files), problem)
         return await _collected(log, record, await tenancy.append(record), is_replayed=False)
 
-    async def _infra(self, key: str, why: str) -> SessionResult:
+    async def _infra(self, key: str, why: Exception) -> SessionResult:
         """Fails the trajectory for good, in the log if that can be written, and ends its sandbox."""
         history = self._history
         if not self.failure and self._tenancy is not None:
             running = history.running
             is_unknown = running is not None and running.start.key == key
-            self._failure = _shown(f"unknown outcome of {key}: {why}" if is_unknown else why)
+            self._failure = _shown(f"unknown outcome of {key}: {why}" if is_unknown else str(why))
+            self._is_data_fault = isinstance(why, UnfitFilesError)
             if not history.is_closed:
                 record = (
                     UnknownRecord(running.seq, self._failure)
                     if running is not None and is_unknown
-                    else FailedRecord(self._failure)
+                    else FailedRecord(self._failure, self._is_data_fault)
                 )
                 try:
                     await self._tenancy.append(record)

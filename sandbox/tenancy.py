@@ -46,6 +46,10 @@ class LostError(Exception):
     """The trajectory cannot go on; the message says why. Never leaves a session."""
 
 
+class UnfitFilesError(LostError):
+    """The files that the trajectory begins with cannot be in a sandbox: the fault of whoever wrote them down."""
+
+
 class Tenancy:
     """What a session holds of its sandbox. One event loop, one question at a time; the session sees to that."""
 
@@ -220,7 +224,7 @@ class Tenancy:
             try:
                 await self.patiently(lambda: sandbox.upload(self._files))
             except SandboxFileError as error:
-                raise LostError(f"the files that the sandbox begins with cannot be written: {error}") from None
+                raise UnfitFilesError(f"the files that the sandbox begins with cannot be written: {error}") from None
         self._sandbox = sandbox
 
 

@@ -336,6 +336,29 @@ def test_a_path_at_which_no_log_can_be_looked_for_fails_the_completion_and_no_pr
         nowhere.close()
 
 
+def test_files_that_fit_into_no_sandbox_are_the_datas_fault_in_every_life(supervisor: str, tmp_path: Path) -> None:
+    (request, other) = agents.requests(1)
+    unfit = Workspace(files={"a": b"a file", "a/b": b"below it"})
+    request, other = (msgspec.structs.replace(one, workspace=unfit) for one in (request, other))
+    ids = ids_of(agents.written(agents.call_of("bash", command="true")))
+    final = ids_of(agents.written(agents.call_of("submit", answer="1")))
+    for _ in range(2):
+        life = environment(supervisor, tmp_path)
+        try:
+            life.begin(request, ids, turn=1)
+            (observation,) = life.collect(block=True)
+            assert (observation.failure, observation.token_ids.size) == (FailureType.DATA, 0)
+            assert "a/b" in observation.detail
+            for one, turn_ids in ((request, ids[:-1]), (other, final)):
+                life.end(one, turn_ids, turn=1)
+                ending = life.results([one.id])[one.id]
+                assert (ending.submission, ending.failure) == (None, FailureType.DATA)
+                assert "a/b" in ending.detail
+            assert life.counts().failed == 0
+        finally:
+            life.close()
+
+
 def test_what_needs_no_sandbox_to_be_known_makes_none(tmp_path: Path) -> None:
     """An image may have something at a path; the workspace says it of its own paths alone."""
     from rollforward.rollout.agent_sessions import _untouched  # pyright: ignore[reportPrivateUsage]
