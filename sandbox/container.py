@@ -49,6 +49,8 @@ from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest,
 from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate, host_pid
 
 _KILL_TIMEOUT_S: Final = 10.0
+_REMOVE_TRIES: Final = 100
+"""After it, five seconds long."""
 _GRACE_S: Final = 40.0
 """The agent has this long after a command's deadline to say how it ended, on a busy machine; then it is lost."""
 _OWN_PROCESSES: Final = 2
@@ -191,7 +193,7 @@ class Container:
         except OSError as error:
             raise SandboxUnavailableError(f"sandbox: making its control group failed: {error}") from None
         self._pidfd = -1
-        self._is_dead = False
+        self._is_dead = self._is_gone = False
         self._burying: asyncio.Task[None] | None = None
         self._link: AgentLink | None = None
         self._is_closing = False
@@ -203,6 +205,11 @@ class Container:
     def cgroup(self) -> tuple[Any, ...]:
         """Directories of its control groups."""
         return self._group.paths
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether a `kill` has left no process and no group of it. Until then nobody else gets its name or its user."""
+        return self._is_gone
 
     async def start(
         self, template: WarmTemplate, request: Mapping[str, Any], codes: Sequence[bytes], snapshot: bytes
@@ -306,11 +313,16 @@ class Container:
         return head.get("fault") == "" and self._table.is_empty() and len(self._group.processes()) <= _OWN_PROCESSES
 
     async def kill(self) -> None:
-        """End it and all that belongs to it. May be called again, and by several."""
+        """End it and all that belongs to it. May be called again, and by several.
+
+        What does not end in time, since a process waits in the kernel for something, is not `is_gone` after it; to call
+        it again tries again, and does not wait.
+        """
         if self._killing is None:
             self._is_closing = True
             self._killing = asyncio.create_task(self._end())
         await asyncio.shield(self._killing)
+        self._finish()
 
     async def _exec(self, request: ExecRequest) -> ExecResult:
         limits = self.spec.limits
@@ -399,6 +411,8 @@ class Container:
         self.died.set_result(cause)
         if self._link is not None:
             self._link.end(_gone(self.id, cause))
+        if self._killing is not None and self._killing.done():
+            self._finish()  # too late for who killed it
 
     async def _end(self) -> None:
         if self._pidfd < 0:
@@ -408,12 +422,22 @@ class Container:
             self._group.kill()
             self._signal()
             await asyncio.wait([self.died], timeout=_KILL_TIMEOUT_S)
-        for attempt in range(100):
-            if self._group.remove():
+        for attempt in range(_REMOVE_TRIES):
+            if self._finish():
                 break
-            self._group.kill()
             await asyncio.sleep(0.001 * (attempt + 1))
-        self._forget(self)
+
+    def _finish(self) -> bool:
+        """Let go of its name and its user if nothing of it is left, or else kill it again; whether nothing is."""
+        if self._is_gone:
+            return True
+        self._is_gone = (self._pidfd < 0 or self._is_dead) and self._group.remove()
+        if self._is_gone:
+            self._forget(self)
+        else:
+            self._group.kill()
+            self._signal()
+        return self._is_gone
 
 
 def _as_file(data: bytes) -> int:

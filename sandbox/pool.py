@@ -9,13 +9,11 @@ gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what i
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 from bisect import bisect_left
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -441,7 +439,7 @@ class Pool:
                 await box.container.kill()
         finally:
             self._ending.discard(box)
-        if not all(_is_gone(Path(group)) for group in box.record.cgroups):
+        if not box.container.is_gone:
             self._stuck.add(box)  # a process of it waits in the kernel for something, killed as it is
             return
         self._book.remove(box.record.instance)
@@ -468,12 +466,6 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _is_gone(group: Path) -> bool:
-    with contextlib.suppress(OSError):
-        group.rmdir()
-    return not group.exists()
 
 
 def _is_same(one: SandboxSpec, other: SandboxSpec) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rollforward.sandbox import cgroups
+from rollforward.sandbox import container as container_module
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.container import ContainerSubstrate
@@ -460,3 +462,49 @@ async def test_the_record_is_there_before_the_sandbox_and_as_long_as_it(tmp_path
     assert [record.pid for record in LeaseBook(tmp_path / "leases").read()] == [box.container.pid]
     await pool.shutdown()
     assert seen == [("write", 0, False), ("write", made, True), ("remove", 0, False)]
+
+
+@on_loop
+async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without control groups too, which would tell of what is left: the kernel ends no first process of a namespace
+    while somebody outside has not seen the end of a child that he has in it."""
+    monkeypatch.setattr(container_module, "_KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(container_module, "_REMOVE_TRIES", 5)
+    substrate = ContainerSubstrate(
+        {}, label="stuck", max_sandboxes=4, hierarchies=cgroups.Hierarchies(None, None, None)
+    )
+    await substrate.start()
+    book = LeaseBook(tmp_path / "leases")
+    pool = Pool(substrate, book, config(max_sandboxes=1, create_timeout_s=0.5))
+    users = list(substrate._users)  # pyright: ignore[reportPrivateUsage]
+    box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
+    pid = box.container.pid
+    guest = subprocess.Popen(["nsenter", "--target", str(pid), "--pid", "sleep", "1000"])
+    wait_for(lambda: bool(descendants(guest.pid)))
+    os.kill(guest.pid, signal.SIGSTOP)
+    try:
+        pool.close("a", box.record.instance)
+        while pool.stats().ending:
+            await asyncio.sleep(0.02)
+        for _ in range(2):
+            assert not is_gone(pid)
+            assert (pool.stats().stuck, pool.stats().held) == (1, 0)
+            assert [record.pid for record in book.read()] == [pid]
+            assert len(substrate._users) == len(users) - 1  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(SandboxBusyError):
+                await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=0.1)
+            pool.sweep(0.0)
+            await asyncio.sleep(0.1)
+    finally:
+        os.kill(guest.pid, signal.SIGCONT)
+        guest.wait()
+    while not box.container.died.done():
+        await asyncio.sleep(0.02)
+    pool.sweep(0.0)
+    await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
+    assert pool.stats().stuck == 0
+    assert [record.sandbox_id for record in book.read()] == ["b"]
+    await pool.shutdown()
+    assert sorted(substrate._users) == sorted(users)  # pyright: ignore[reportPrivateUsage]
