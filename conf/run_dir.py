@@ -119,7 +119,7 @@ def _flat(data: object, prefix: str = "") -> dict[str, str]:
     if isinstance(data, dict) and data:
         items = cast("dict[str, object]", data).items()
         inside = [(f"{prefix}.{key}" if prefix else key, value) for key, value in items]
-    elif isinstance(data, list) and data and all(isinstance(one, dict) for one in cast("list[object]", data)):
+    elif isinstance(data, list | tuple) and data and all(isinstance(one, dict) for one in cast("list[object]", data)):
         inside = [(f"{prefix}[{at}]", value) for at, value in enumerate(cast("list[object]", data))]
     else:
         return {prefix: json.dumps(data)}

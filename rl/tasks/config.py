@@ -411,6 +411,22 @@ class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
         return self.reward.at_once
 
 
+_LATER_OPTIONS = ("max_calls_per_turn", "substrate", "image", "submission", "max_submission_bytes", "max_tool_s")
+
+
+def identity_bytes(config: TaskOptions) -> bytes:
+    """JSON of the settings by which a task is told from others: its fingerprint, and with that the order of its
+    questions, is made of them. Settings that came later are left out while they have their default, so that they change
+    no run that does not use them.
+    """
+    defaults = {field.name: field.default for field in msgspec.structs.fields(TaskOptions)}
+    kept = msgspec.json.decode(msgspec.json.encode(config, order="deterministic"))  # fields in their order, keys sorted
+    for name in _LATER_OPTIONS:
+        if getattr(config, name) == defaults[name]:
+            del kept[name]
+    return msgspec.json.encode(kept)
+
+
 TaskConfig = ReasoningGymConfig | DatasetConfig | ErrandsConfig
 """Any task, told apart by `type`. A new kind joins here and in `registry.py`."""
 

@@ -21,7 +21,13 @@ from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
 from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.answers import read_answer
-from rollforward.rl.tasks.config import CallDemonstration, Demonstration, ReasoningGymConfig, TextDemonstration
+from rollforward.rl.tasks.config import (
+    CallDemonstration,
+    Demonstration,
+    ReasoningGymConfig,
+    TextDemonstration,
+    identity_bytes,
+)
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 from rollforward.rollout.workspace import Submission
@@ -63,7 +69,7 @@ class ReasoningGymTask:
         self._train_items: Any = _create_dataset(config, seed=first_seed + num_heldout_items, size=num_train_items)
         self._heldout_items: Any = _create_dataset(config, seed=first_seed, size=num_heldout_items)
         self._heldout_indices, self._heldout_questions = self._choose_heldout(num_heldout_items)
-        digest = hashlib.blake2b(msgspec.json.encode(config, order="deterministic"), digest_size=16)
+        digest = hashlib.blake2b(identity_bytes(config), digest_size=16)
         for question in sorted(self._heldout_questions):
             digest.update(question.encode("utf-8") + b"\0")
         digest.update(self._tools.digest)

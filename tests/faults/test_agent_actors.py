@@ -84,10 +84,10 @@ def test_an_actor_that_is_killed_inside_calls_comes_back_and_every_call_ran_once
         while len(killed) < 2 and not over.wait(0.02):
             views = [read_log(path) for path in run_dir.glob("commands/*/*.log")]
             now = {(one.trajectory, one.history.running.seq) for one in views if one.history.running is not None}
-            if now - hit:
+            if now - hit and (pid := pid_of(actor)) is not None:  # None: it is being started again
                 hit |= now
-                killed.append(pid_of(actor))
-                os.kill(killed[-1], signal.SIGKILL)
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()

@@ -35,7 +35,7 @@ REFILLING = {
 }
 
 
-def _half_right(_self: HashScored, _example: Example, text: str) -> Score:
+def _half_right(_self: HashScored, _example: Example, text: str, _submission: object = None) -> Score:
     """0 or 1 by a hash of the text, so that half of the groups of two are of equal rewards."""
     right = hashlib.blake2b(text.encode()).digest()[1] % 2
     return Score(value=float(right), reason=ScoreReason.CORRECT if right else ScoreReason.WRONG)

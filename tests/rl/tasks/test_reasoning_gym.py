@@ -14,7 +14,13 @@ import pytest
 from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.conversations import solved_messages
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import CallDemonstration, ReasoningGymConfig, TaskConfig, TextDemonstration
+from rollforward.rl.tasks.config import (
+    CallDemonstration,
+    ReasoningGymConfig,
+    TaskConfig,
+    TextDemonstration,
+    identity_bytes,
+)
 from rollforward.rl.tasks.registry import build_task, build_tasks
 from rollforward.rl.tasks.types import ScoreReason, Task
 from rollforward.sandbox.config import ToolConfig
@@ -261,3 +267,15 @@ def test_a_demonstration_that_cannot_be_shown_is_an_error(changes: dict[str, str
     shown = msgspec.structs.replace(SHOWN, **changes)
     with pytest.raises(TaskError, match=message):
         build_task(config(tools=CALCULATOR, demonstrate=(shown,), heldout_size=5))
+
+
+def test_settings_that_came_later_change_the_order_of_no_question_where_they_are_not_used() -> None:
+    """Published numbers hang on the order; a new setting with its default must not change it."""
+    plain = ReasoningGymConfig(name="sums", dataset="chain_sum", params={"b": 1, "a": 2}, train_size=10)
+    assert identity_bytes(plain) == (
+        b'{"type":"reasoning_gym","name":"sums","effort":"non-think","max_new_tokens":null,"length_penalty":null,'
+        b'"tools":[],"max_turns":4,"max_observation_tokens":256,"list_tools":true,"dataset":"chain_sum",'
+        b'"params":{"a":2,"b":1},"seed":0,"train_size":10,"heldout_size":200,"partial_credit":true,'
+        b'"max_answer_chars":4096,"demonstrate":[]}'
+    )
+    assert b'"max_calls_per_turn":3' in identity_bytes(msgspec.structs.replace(plain, max_calls_per_turn=3))
