@@ -65,6 +65,7 @@ from rollforward.rl.sampling import (
 )
 from rollforward.rl.tasks.types import Task, Unscored
 from rollforward.rl.tracker import Tracker
+from rollforward.rollout.agent_retention import retire_commands
 from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import Completion, FailureType, Request
 from rollforward.rollout.wal_retention import Retirement
@@ -389,6 +390,8 @@ class Controller:
             for retired in self._rollout.retire(oldest_step(root)):
                 if retired.kept_because is not None:
                     say(f"a token log does not get smaller: {retired.kept_because}")
+            keep_bytes = self._run.sandbox.container.keep_log_bytes
+            retire_commands(self._run_dir, oldest_step(root), keep_bytes=keep_bytes)
 
     def _retire_samples(self, state: LoopState) -> None:
         """Unlink what the checkpoint of ``state`` covers; an older one, should it be needed, has the token log."""

@@ -127,7 +127,7 @@ def _place_sandboxes(run: RLRun, parts: Parts, run_dir: Path) -> EnvironmentConf
         AgentActor.options(**placement_options(asked)).remote(shared, f"agents-{index}")
         for index in range(run.rollout.agent_actors)
     ]
-    return with_agents(parts.environment, ActorAccess(settings, actors, kept=shared))
+    return with_agents(parts.environment, ActorAccess(actors, kept=shared))
 
 
 def _place(

@@ -1,4 +1,5 @@
-"""Lets command logs go that a checkpoint covers, as the token log does: whole steps, the oldest first."""
+"""Lets command logs go that a checkpoint covers, as the token log does: whole steps, the oldest first. The loop does it
+once for all replicas (rl/controller.py)."""
 
 import re
 import shutil
@@ -11,8 +12,7 @@ _STEP: Final = re.compile(r"(?:step|eval)_(\d+)")
 
 
 def retire_commands(run_dir: Path, before_step: int, *, keep_bytes: int) -> int:
-    """Remove directories of steps before one until what is left has at most so many bytes. Several processes may do it
-    at once.
+    """Remove directories of steps before one until what is left has at most so many bytes.
 
     Args:
         run_dir: of the run.
@@ -23,7 +23,11 @@ def retire_commands(run_dir: Path, before_step: int, *, keep_bytes: int) -> int:
         Bytes that were removed.
     """
     try:
-        found = [(int(match[1]), path) for path in (run_dir / COMMANDS_NAME).iterdir() if (match := _match(path))]
+        found = [
+            (int(match[1]), path)
+            for path in (run_dir / COMMANDS_NAME).iterdir()
+            if (match := _STEP.fullmatch(path.name))
+        ]
     except FileNotFoundError:
         return 0
     sizes = {path: _size(path) for _, path in found}
@@ -37,15 +41,11 @@ def retire_commands(run_dir: Path, before_step: int, *, keep_bytes: int) -> int:
     return removed
 
 
-def _match(path: Path) -> re.Match[str] | None:
-    return _STEP.fullmatch(path.name)
-
-
 def _size(directory: Path) -> int:
     total = 0
     for path in directory.rglob("*"):
         try:
             total += path.lstat().st_size
-        except FileNotFoundError:  # another process removes it too
+        except FileNotFoundError:  # renamed meanwhile, by who writes it
             continue
     return total

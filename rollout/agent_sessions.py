@@ -23,7 +23,6 @@ from typing import Any, Final
 
 import msgspec
 
-from rollforward.rollout.agent_retention import retire_commands
 from rollforward.rollout.environment import Ending, SandboxCounts, SandboxUse, TaskTools
 from rollforward.rollout.types import FailureType, RequestId
 from rollforward.rollout.workspace import Submission, Workspace
@@ -53,10 +52,6 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`Transport`s to the supervisors, in the same order everywhere."""
     sync: bool = True
     """Whether command logs survive a power cut."""
-
-    def retire(self, before_step: int) -> None:
-        """Remove command logs of earlier steps, the oldest first, as far as they are larger than they may be."""
-        retire_commands(Path(self.run_dir), before_step, keep_bytes=self.container.keep_log_bytes)
 
 
 class AgentTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,11 +49,6 @@ class AgentsAccess(Protocol):
         """Return them, for an owner of that name."""
         ...
 
-    @property
-    def settings(self) -> AgentSettings:
-        """What they go by."""
-        ...
-
 
 class LocalAccess(msgspec.Struct, frozen=True, kw_only=True):
     """Agents in the process that asks. Implements ``AgentsAccess``."""

@@ -31,7 +31,7 @@ from ray.exceptions import (
 )
 
 from rollforward.conf.errors import first_line
-from rollforward.rollout.agent_sessions import AgentSettings, AgentTurn, TurnAnswer
+from rollforward.rollout.agent_sessions import AgentTurn, TurnAnswer
 from rollforward.rollout.agents import LoopThread
 from rollforward.rollout.drain_file import Notices
 from rollforward.rollout.environment import Ending
@@ -252,15 +252,13 @@ class ActorAgents:
 class ActorAccess:
     """How a replica comes to agents in actors. Implements ``AgentsAccess``."""
 
-    def __init__(self, settings: AgentSettings, actors: Sequence[Any], *, kept: object = None) -> None:
-        """Keep what the actors were made with, and their handles.
+    def __init__(self, actors: Sequence[Any], *, kept: object = None) -> None:
+        """Keep the actors' handles.
 
         Args:
-            settings: theirs.
             actors: ``AgentActor``s.
             kept: a reference that must not go while they may be started again.
         """
-        self.settings = settings
         self._actors = tuple(actors)
         self._kept = kept
 

@@ -22,8 +22,6 @@ from rollforward.model.checkpoint import iter_checkpoint
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ModelError
 from rollforward.model.train_config import Precision
-from rollforward.rollout.agent_sessions import AgentSettings
-from rollforward.rollout.agents import AgentsAccess
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.engine.base import Engine
 from rollforward.rollout.engine.kv_store import KvStats, KvStore
@@ -244,10 +242,6 @@ class Replica:
             self._environment = answering
             tasks = {} if environment is None else environment.tasks
             self._keeping = frozenset(name for name, task in tasks.items() if task.sandbox is not None)
-            self._agent_settings: AgentSettings | None = None
-            if environment is not None and environment.agents is not None:
-                access: AgentsAccess = environment.agents
-                self._agent_settings = access.settings
             self._kv_store = KvStore(
                 log_directory.with_name(log_directory.name + _KV_SUFFIX),
                 model_config,
@@ -325,9 +319,7 @@ class Replica:
         )
 
     def retire(self, before_step: int) -> Retirement:
-        """Let the log, and the logs of commands, forget what a durable checkpoint covers. See ``WalWriter.retire``."""
-        if self._agent_settings is not None:
-            self._agent_settings.retire(before_step)
+        """Let the log forget what a durable checkpoint covers. See ``WalWriter.retire``."""
         return self._log.retire(before_step)
 
     def drain(self, deadline_s: float) -> LogStats:

@@ -61,7 +61,7 @@ def undisturbed(place: Path) -> list[Completion]:
 def actor_access(run_dir: Path) -> tuple[ActorAccess, Any]:
     settings = agents.settings(run_dir, SUPERVISOR)
     actor: Any = AgentActor.options(num_cpus=0).remote(settings, "agents-0")  # pyright: ignore[reportAttributeAccessIssue]
-    return ActorAccess(settings, [actor]), actor
+    return ActorAccess([actor]), actor
 
 
 def pid_of(actor: Any) -> int | None:

@@ -248,6 +248,16 @@ def test_a_run_whose_log_forgets_what_checkpoints_cover_goes_on_from_any_of_them
     assert recover(tmp_path / "run" / "wal" / "engine-0").num_tokens == held.num_tokens
 
 
+def test_command_logs_go_with_the_checkpoint_that_covers_their_step(model_dir: Path, tmp_path: Path) -> None:
+    kept = {"sandbox": {"container": {"keep_log_bytes": 0}}, "keep_checkpoints": 1}
+    places = [tmp_path / "run" / "commands" / f"step_{step:06d}" for step in range(4)]
+    for place in places:
+        place.mkdir(parents=True)
+        (place / "one.log").write_bytes(bytes(10))
+    _finish(tmp_path / "run", model_dir, **kept)
+    assert [place.exists() for place in places] == [False, False, False, True]
+
+
 def test_a_lost_evaluation_is_named_with_its_way_out(model_dir: Path, tmp_path: Path) -> None:
     _finish(tmp_path / "run", model_dir, steps=1)
     (tmp_path / "run" / "eval_000000.json").write_text("[{")
