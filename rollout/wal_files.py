@@ -20,6 +20,7 @@ from typing import Self
 
 from rollforward.rollout.errors import WalFencedError, WalLockedError, WalUsageError
 from rollforward.sandbox.codec import SegmentHeader, encode_segment_header, parse_segment_header
+from rollforward.sandbox.files import sync_directory
 
 SEGMENT_SUFFIX = ".wal"
 """Ending of segment files."""
@@ -82,20 +83,6 @@ def read_epoch_file(directory: Path) -> SegmentHeader | None:
     except OSError:
         return None
     return header if isinstance(header, SegmentHeader) and header.kind == _EPOCH_KIND else None
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the names in a directory durable (fsync of the directory).
-
-    Raises:
-        OSError: the kernel's.
-
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class EpochClaim:

@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 
 from rollforward.rollout.errors import WalFencedError
-from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, parse_segment_name, read_epoch_file, sync_directory
+from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, parse_segment_name, read_epoch_file
 from rollforward.rollout.wal_mirror import heal
 from rollforward.rollout.wal_retention import apply_mark
 from rollforward.rollout.wal_scan import LogScan
+from rollforward.sandbox.files import sync_directory
 
 
 def repair_log(directory: Path, scan: LogScan, *, mirror: Path | None = None) -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from rollforward.rollout.errors import WalFencedError
-from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, segment_name, sync_directory
+from rollforward.rollout.wal_files import TEMPORARY_SUFFIX, segment_name
 from rollforward.rollout.wal_records import WalConfig
 from rollforward.sandbox.codec import (
     ROOM_ALIGNMENT_BYTES,
@@ -33,6 +33,7 @@ from rollforward.sandbox.codec import (
     SegmentHeader,
     encode_segment_header,
 )
+from rollforward.sandbox.files import sync_directory
 
 Sync = Callable[[int], None]
 """Makes a descriptor's data durable."""

@@ -1,4 +1,4 @@
-"""Reading and writing files of command logs without believing anything about them."""
+"""Reading and writing files of logs without believing anything about them."""
 
 import errno
 import os
