@@ -12,8 +12,9 @@ import asyncio
 import secrets
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -70,21 +71,6 @@ class _Making:
     """It was closed before it was made."""
 
 
-@dataclass
-class _Counts:
-    created: int = 0
-    warm_hits: int = 0
-    failed: int = 0
-    busy: int = 0
-    adopted: int = 0
-    closed: int = 0
-    expired: int = 0
-    oom: int = 0
-    lost: int = 0
-    unfresh: int = 0
-    create_s: list[int] = field(default_factory=lambda: [0] * (len(CREATE_BOUNDS_S) + 1))
-
-
 class Pool:
     """See the module. One event loop; between two of its awaits nothing changes."""
 
@@ -109,7 +95,8 @@ class Pool:
         self._stuck: set[Box] = set()
         self._gone = Graves()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._counts = _Counts()
+        self._counts = Counter[str]()  # by field of PoolStats
+        self._create_s = [0] * (len(CREATE_BOUNDS_S) + 1)
         self._is_closed = False
 
     @property
@@ -171,7 +158,7 @@ class Pool:
         if box is None:
             raise self.gone_error(sandbox_id, "")
         self._take_over(box, owner)
-        self._counts.adopted += 1
+        self._counts["adopted"] += 1
         return box
 
     def find(self, sandbox_id: str, instance: str) -> Box:
@@ -206,7 +193,7 @@ class Pool:
             self._give_up(sandbox_id, making)
         box = self._held.get(sandbox_id)
         if box is not None and instance in ("", box.record.instance):
-            self._counts.closed += 1
+            self._counts["closed"] += 1
             self._end(box, GoneCause.CLOSED)
 
     def list(self) -> Sequence[SandboxInfo]:
@@ -226,15 +213,14 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """Return the counters."""
-        counts = {name: value for name, value in vars(self._counts).items() if name != "create_s"}
         return PoolStats(
             held=len(self._held),
             warm=len(self._warm),
             waiting=self._room.num_waiting,
             ending=len(self._ending),
             stuck=len(self._stuck),
-            create_s=tuple(self._counts.create_s),
-            **counts,
+            create_s=tuple(self._create_s),
+            **self._counts,
         )
 
     def sweep(self, deaf_s: float) -> None:
@@ -247,7 +233,7 @@ class Pool:
             if box.deadline is not None and deaf_s > 0.0:
                 box.deadline.put_off(deaf_s)
             if box.deadline is not None and box.deadline.left_s <= 0.0:
-                self._counts.expired += 1
+                self._counts["expired"] += 1
                 self._end(box, GoneCause.EXPIRED)
         for box in tuple(self._stuck):
             self._stuck.discard(box)
@@ -275,7 +261,7 @@ class Pool:
         try:
             await self._room.take(within_s)
         except TimeoutError:
-            self._counts.busy += 1
+            self._counts["busy"] += 1
             raise SandboxBusyError(
                 f"no room for sandbox {sandbox_id} within {within_s:g} s: {self._room.taken} are there, as"
                 " sandbox.container.max_sandboxes allows, and none ended. Raise it or sandbox.container.actors, or wait"
@@ -294,19 +280,19 @@ class Pool:
             if box is None:
                 box = await self._new(record, making.spec, snapshot)
             else:
-                self._counts.warm_hits += 1
+                self._counts["warm_hits"] += 1
             if box.container.died.done() or self._is_closed:
                 self._take_down(box)
                 raise SandboxUnavailableError(f"sandbox {sandbox_id} died as soon as it was made")
         except BaseException:
-            self._counts.failed += 1
+            self._counts["failed"] += 1
             self._room.give()
             raise
         box.has_room, box.deadline = True, Deadline(self._config.lease_s)
         self._held[sandbox_id] = box
         self._gone.forget(sandbox_id)
-        self._counts.created += 1
-        self._counts.create_s[bisect_left(CREATE_BOUNDS_S, time.monotonic() - start_s)] += 1
+        self._counts["created"] += 1
+        self._create_s[bisect_left(CREATE_BOUNDS_S, time.monotonic() - start_s)] += 1
         self._want(making.spec)
         if making.is_unwanted:
             self.close(sandbox_id, record.instance)
@@ -354,7 +340,7 @@ class Pool:
                     return box
             except (SandboxError, OSError):
                 pass
-            self._counts.unfresh += 1
+            self._counts["unfresh"] += 1
             self._take_down(box)
         return None
 
@@ -390,7 +376,7 @@ class Pool:
             try:
                 box = await self._new(record, msgspec.structs.replace(spec, labels={}), None)
             except (SandboxError, OSError):
-                self._counts.failed += 1
+                self._counts["failed"] += 1
                 return
             if self._is_closed or box.container.died.done():
                 self._take_down(box)
@@ -412,13 +398,13 @@ class Pool:
         cause = GoneCause.LOST if died.exception() is not None else died.result()
         if box in self._warm:
             self._warm.remove(box)
-            self._counts.unfresh += 1
+            self._counts["unfresh"] += 1
             self._take_down(box)
         elif self._held.get(box.record.sandbox_id) is box:
             if cause == GoneCause.OOM:
-                self._counts.oom += 1
+                self._counts["oom"] += 1
             else:
-                self._counts.lost += 1
+                self._counts["lost"] += 1
             self._end(box, cause)
 
     def _end(self, box: Box, cause: GoneCause) -> None:
