@@ -24,7 +24,7 @@ from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.rewards import build_judge
 from rollforward.rl.tasks.rows import Row, Rows, open_rows
 from rollforward.rl.tasks.tools import load_toolset
-from rollforward.rl.tasks.types import Example, Score, Split, Unscored
+from rollforward.rl.tasks.types import Example, Score, Split, Unscored, check_index
 from rollforward.rl.tasks.unit_tests import UnitTestJudge
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.config import ContainerConfig
@@ -136,8 +136,7 @@ class DatasetTask:
         return self._judge(example.messages[-1].content, example.answer, text)
 
     def _row(self, index: int, split: Split) -> Row:
-        if not 0 <= index < self.size(split):
-            raise IndexError(f"{self._owner}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}")
+        check_index(self, index, split)
         if split == "train":
             return self._train.row(int(self._train_rows[index]))
         return self._heldout.row(int(self._heldout_rows[index]))

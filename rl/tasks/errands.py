@@ -19,7 +19,7 @@ from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.config import ErrandsConfig
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.tools import load_toolset
-from rollforward.rl.tasks.types import Example, Score, Split, Unscored
+from rollforward.rl.tasks.types import Example, Score, Split, Unscored, check_index
 from rollforward.rl.tasks.unit_tests import UnitTest, UnitTestJudge
 from rollforward.rollout.workspace import Submission, Workspace
 
@@ -113,10 +113,7 @@ class ErrandsTask:
             IndexError: `index` is outside the split.
             TaskError: all candidates for a training example are held out.
         """
-        if not 0 <= index < self.size(split):
-            raise IndexError(
-                f"task {self.name}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}"
-            )
+        check_index(self, index, split)
         if split == "heldout":
             return self._draw("heldout", self._heldout_candidates[index])
         for candidate in range(_CANDIDATES_PER_EXAMPLE):

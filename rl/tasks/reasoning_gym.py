@@ -29,7 +29,7 @@ from rollforward.rl.tasks.config import (
     identity_bytes,
 )
 from rollforward.rl.tasks.tools import load_toolset
-from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
+from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split, check_index
 from rollforward.rollout.workspace import Submission
 
 _CANDIDATES_PER_EXAMPLE: Final = 32
@@ -136,10 +136,7 @@ class ReasoningGymTask:
 
     def _item(self, index: int, split: Split) -> dict[str, Any]:
         """The library's item behind an example."""
-        if not 0 <= index < self.size(split):
-            raise IndexError(
-                f"task {self.name}: index {index} is outside the {split} split, 0 ... {self.size(split) - 1}"
-            )
+        check_index(self, index, split)
         if split == "heldout":
             return self._heldout_items[self._heldout_indices[index]]
         for candidate in range(_CANDIDATES_PER_EXAMPLE):

@@ -64,6 +64,16 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     the task's image."""
 
 
+def check_index(task: "Task", index: int, split: Split) -> None:
+    """Refuse a position at which a task has no example.
+
+    Raises:
+        IndexError: `index` is outside the split.
+    """
+    if not 0 <= index < task.size(split):
+        raise IndexError(f"task {task.name}: index {index} is outside the {split} split, 0 ... {task.size(split) - 1}")
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """What a verifier says about one answer."""
 
