@@ -39,6 +39,7 @@ from rollforward.rollout.errors import RolloutLostError, WorkerLostError
 from rollforward.rollout.replica import Beat
 from rollforward.rollout.types import FailureType, Request
 from rollforward.rollout.worker import Worker
+from rollforward.sandbox.placement import resource_options
 from rollforward.sandbox.types import CallResult, CallStatus
 
 _AGENT_BACK_S: Final = 120.0
@@ -268,14 +269,8 @@ class ActorAccess:
 
 
 def placement_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Return options of an actor that needs these resources of its node, CPU and GPU among them, and no others."""
-    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-    return {
-        "num_cpus": resources.get("CPU", 0),
-        "num_gpus": resources.get("GPU", 0),
-        "resources": custom,
-        "scheduling_strategy": "SPREAD",
-    }
+    """Return options of an actor that needs these resources of its node, and is put where there are few."""
+    return {**resource_options(resources), "scheduling_strategy": "SPREAD"}
 
 
 def lacking(resources: Mapping[str, float], *, what: str, key: str) -> str | None:

@@ -6,7 +6,7 @@ What Ray says about an actor that is gone becomes ``SandboxConnectionError``. No
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -112,15 +112,19 @@ def sandbox_actors(config: ContainerConfig, run_dir: Path) -> tuple[Sequence[Act
     return [ActorTransport(actor) for actor in actors], missing
 
 
+def resource_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return options of an actor that needs these resources of its node, CPU and GPU among them, and no others."""
+    custom = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": custom}
+
+
 def _start(index: int, nodes: Sequence[_Node], config: ContainerConfig, run_dir: Path) -> Any:
     node = nodes[index % len(nodes)]
     # A supervisor belongs to a machine, whatever Ray calls it in this life of the cluster; several there are numbered.
     number = sum(nodes[before % len(nodes)].address == node.address for before in range(index))
     actor: Any = SandboxActor
     return actor.options(
-        num_cpus=config.resources.get("CPU", 0),
-        num_gpus=config.resources.get("GPU", 0),
-        resources={name: amount for name, amount in config.resources.items() if name not in ("CPU", "GPU")},
+        **resource_options(config.resources),
         # Where its supervisor is, it is started again, as long as the node is there.
         scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=True),
     ).remote(supervisor_id(str(run_dir), number, sorted(config.images.items())), config)
