@@ -35,7 +35,7 @@ from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.errors import SandboxClosedError, SandboxUnavailableError, ToolError
 from rollforward.sandbox.inside import zygote
 from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES
-from rollforward.sandbox.results import encode_call, failed, read_answer
+from rollforward.sandbox.results import encode_call, failed, no_answer, out_of_time, read_answer
 from rollforward.sandbox.toolset import load_tool, tool_path, tool_source
 from rollforward.sandbox.types import Call, CallResult, CallStatus
 
@@ -272,9 +272,9 @@ class FunctionSandbox:
             case zygote.Outcome.ANSWER:
                 return read_answer(said, tool.max_output_chars, self._config.memory_bytes)
             case zygote.Outcome.TIMEOUT:
-                return failed(CallStatus.TIMEOUT, f"no answer within {tool.timeout_s:g} s")
+                return out_of_time(tool.timeout_s)
             case zygote.Outcome.KILLED:
-                return failed(CallStatus.KILLED, "the call ended without an answer", detail)
+                return no_answer(detail)
             case _:
                 raise _LostError(detail)
 

@@ -14,14 +14,13 @@ from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.errors import GoneCause, SandboxKeyError
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.inside.zygote import Outcome, outcome
-from rollforward.sandbox.results import failed, read_answer
+from rollforward.sandbox.results import OOM_TEXT, failed, no_answer, out_of_memory, out_of_time, read_answer
 from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus
 
 _R = TypeVar("_R")
 
 _MAX_RESULTS: Final = 1024
 _MAX_RESULT_BYTES: Final = 32 << 20
-_NO_ANSWER: Final = "the call ended without an answer"
 
 
 class Table:
@@ -144,11 +143,11 @@ def call_result(head: frames.Head, blobs: list[bytes], tool: ToolConfig, limits:
     if kind == Outcome.ANSWER:
         result = read_answer(said, tool.max_output_chars, limits.memory_bytes)
     elif kind == Outcome.TIMEOUT:
-        result = failed(CallStatus.TIMEOUT, f"no answer within {tool.timeout_s:g} s")
+        result = out_of_time(tool.timeout_s)
     elif has_oom:
-        result = failed(CallStatus.OOM, f"a call has at most {limits.memory_bytes >> 20} MiB of memory")
+        result = out_of_memory(limits.memory_bytes)
     elif kind == Outcome.KILLED:
-        result = failed(CallStatus.KILLED, _NO_ANSWER, detail)
+        result = no_answer(detail)
     elif head["code"] == -signal.SIGKILL and head["cpu_s"] >= limits.cpu_s:
         result = failed(CallStatus.TIMEOUT, f"no answer within {limits.cpu_s:g} s of computing")
     else:
@@ -172,6 +171,6 @@ def gone_exec(cause: GoneCause, *, has_run: bool) -> ExecResult:
 def gone_call(cause: GoneCause, *, has_run: bool) -> CallResult:
     """The result of a call whose sandbox is gone: before it, or under it."""
     if cause == GoneCause.OOM:
-        return failed(CallStatus.OOM, "the sandbox ran out of memory and is gone")
+        return failed(CallStatus.OOM, OOM_TEXT)
     what = "unknown outcome: the sandbox was ended under it" if has_run else "did not run: the sandbox is gone"
     return failed(CallStatus.INFRA, "", f"{what}: {cause.value}")

@@ -2,10 +2,14 @@
 
 import json
 from collections.abc import Collection
+from typing import Final
 
 import msgspec
 
 from rollforward.sandbox.types import Call, CallResult, CallStatus
+
+OOM_TEXT: Final = "the sandbox ran out of memory and is gone"
+"""What a model is told by the call that did it, and by all later ones."""
 
 
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,14 +45,29 @@ def read_answer(said: bytes, max_chars: int, memory_bytes: int) -> CallResult:
     try:
         answer = msgspec.json.decode(said, type=_Answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return failed(CallStatus.KILLED, "the call ended without an answer", "its answer is broken")
+        return no_answer("its answer is broken")
     if answer.status == CallStatus.OOM:
-        return failed(CallStatus.OOM, f"a call has at most {memory_bytes >> 20} MiB of memory")
+        return out_of_memory(memory_bytes)
     if answer.status not in (CallStatus.OK, CallStatus.ERROR) or len(answer.text) > max_chars:
-        return failed(CallStatus.KILLED, "the call ended without an answer", "its answer is forged")
+        return no_answer("its answer is forged")
     return CallResult(
         status=answer.status, text=answer.text, truncated=answer.truncated, total_bytes=answer.total_bytes
     )
+
+
+def no_answer(detail: str) -> CallResult:
+    """The result of a call whose process says nothing that can be believed."""
+    return failed(CallStatus.KILLED, "the call ended without an answer", detail)
+
+
+def out_of_memory(memory_bytes: int) -> CallResult:
+    """The result of a call that asked for more memory than it has."""
+    return failed(CallStatus.OOM, f"a call has at most {memory_bytes >> 20} MiB of memory")
+
+
+def out_of_time(seconds: float) -> CallResult:
+    """The result of a call that was killed at its deadline."""
+    return failed(CallStatus.TIMEOUT, f"no answer within {seconds:g} s")
 
 
 def failed(status: CallStatus, text: str, detail: str = "") -> CallResult:

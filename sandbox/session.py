@@ -56,11 +56,9 @@ from rollforward.sandbox.errors import (
     SandboxGoneError,
     ToolError,
 )
+from rollforward.sandbox.results import OOM_TEXT
 from rollforward.sandbox.tenancy import LostError, Tenancy, UnfitFilesError, in_thread, lost
 from rollforward.sandbox.types import Call, CallResult, CallStatus, SandboxSpec
-
-OOM_TEXT: Final = "the sandbox ran out of memory and is gone"
-"""What a model is told by the call that did it, and by all later ones."""
 
 _LOCK_WAIT_S: Final = 10.0
 """A predecessor that was killed gives its lock back when the kernel has ended it."""
