@@ -120,17 +120,15 @@ class TrackerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     of W&B. null is `eval.every_steps`."""
 
 
-class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Root of `train`: reinforcement learning from a checkpoint."""
+class LoopRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `train` and `distill` share: the loop that samples, learns and publishes."""
 
     run_dir: str
     """Directory of the run: log, checkpoints, metrics."""
     model_dir: str
-    """Checkpoint to start from, in the official layout; also the reference of the KL."""
+    """Checkpoint to start from, in the official layout; in `train` also the reference of the KL."""
     tasks: tuple[TaskConfig, ...]
     """What to learn; at least one."""
-    algo: Algorithm
-    """The algorithm and its constants."""
     optim: OptimConfig
     """The optimizer."""
     sampling: SamplingParams
@@ -138,21 +136,18 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     steps: PositiveInt
     """Optimizer steps of the run."""
     prompts_per_step: PositiveInt
-    """Prompts of a step; each is attempted `algo.group_size` times."""
+    """Prompts of a step; each is attempted `algo.group_size` times, in `distill` `samples_per_prompt` times."""
     micro_batch_tokens: PositiveInt
     """Tokens, prompts included, of one forward and backward pass. Changes memory and speed only."""
     max_prompt_tokens: PositiveInt = 512
     """A longer rendered prompt is an error."""
     seed: NonNegativeInt = 0
     """Chooses the order of prompts and every draw."""
-    shuffle_rewards: bool = False
-    """The negative control: rewards are permuted within each step, keyed by seed and step, so that nothing can be
-    learned from them. A run that gets better all the same measures something else than it says.
-    """
     precision: Precision = "native"
     """Number formats of the forward pass, on both sides alike."""
     balance: BalanceConfig = BalanceConfig()
-    """Balancing of experts; only without `algo.keep_routing`, whose routes are not the router's choice."""
+    """Balancing of experts; only without `keep_routing` (`algo.keep_routing`), whose routes are not the router's
+    choice."""
     recompute: bool = False
     """Keep only the layers' inputs in the forward pass and compute each layer again for the backward pass: less memory,
     about a third more work, the same bits."""
@@ -182,15 +177,30 @@ class RLRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 " sampling.temperature=1"
             )
         _check_sequences_fit(self.tasks, self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
+        _check_ranks(self.cluster.learner_ranks, self.optim)
+        _check_schedule(self.optim, self.steps)
+        _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
+
+
+class RLRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Root of `train`: reinforcement learning from a checkpoint."""
+
+    algo: Algorithm
+    """The algorithm and its constants."""
+    shuffle_rewards: bool = False
+    """The negative control: rewards are permuted within each step, keyed by seed and step, so that nothing can be
+    learned from them. A run that gets better all the same measures something else than it says.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that would fail, or be silently wrong, only later."""
+        super().__post_init__()
         if self.balance.is_on and self.algo.keep_routing:
             raise ValueError(
                 "balance is on and algo.keep_routing is true; replayed routes are not what the router chooses now, so"
                 " neither their loads nor a loss on them mean anything. Set algo.keep_routing=false, or"
                 " balance.bias_update_speed=0 and balance.loss_weight=0"
             )
-        _check_ranks(self.cluster.learner_ranks, self.optim)
-        _check_schedule(self.optim, self.steps)
-        _check_heldout(self.tasks, self.eval.prompts, "eval.prompts")
 
 
 class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
