@@ -3,8 +3,8 @@
 ``fp32`` is the reference mode (no quantiser anywhere), to be compared with other implementations. ``native`` applies
 the formats of the released model: GEMM inputs in groups of 128 along K where the weight is FP4 or FP8, the KV cache in
 groups of 64 on the plain dims (rotary dims BF16), indexer queries and keys in FP4 after a Hadamard rotation with BF16
-scores. Gradients pass straight through. Learner and engine share this file, so they quantise alike
-(docs/design.md, P4).
+scores, and the vector that the head reads in BF16. Gradients pass straight through. Learner and engine share this file,
+so they quantise alike (docs/design.md, P4).
 
 Here: activations. Weights are published in ``precision.py``.
 """
@@ -51,6 +51,10 @@ class Numerics:
             return kv_Td
         plain, rotary = kv_Td[:, :-rotary_dim], kv_Td[:, -rotary_dim:]
         return torch.cat((fake_quant_fp8_group(plain, group=KV_GROUP), fake_quant_bf16(rotary)), dim=-1)
+
+    def head_input(self, hidden_TD: Tensor) -> Tensor:
+        """Round the vector that the head reads to BF16, so that a BF16 copy of it loses nothing. [T, D]."""
+        return fake_quant_bf16(hidden_TD) if self.precision == "native" else hidden_TD
 
     def index_vector(self, x: Tensor) -> Tensor:
         """Rotate an indexer query or key by the Hadamard matrix and quantise it to FP4 by 32. [..., h]."""

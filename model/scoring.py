@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollforward.kernels.linear.row_linear import row_linear
 from rollforward.kernels.loss.logprob import token_logprob
 from rollforward.model.routing import Routing
 from rollforward.model.transformer import Transformer, packed_batch
@@ -33,6 +34,27 @@ class ScoringBatch:
     """int64 [sum of kept_counts_T], the sets one after another; None as kept_counts_T."""
 
 
+def scored_rows(batch: ScoringBatch) -> Tensor:
+    """Return int64 [R], the positions of the rows that are scored, in their order."""
+    return torch.nonzero(batch.scored_mask_T).squeeze(1)
+
+
+def target_hidden(
+    transformer: Transformer, weights: ModelWeights, batch: ScoringBatch, *, routing: Routing | None = None
+) -> Tensor:
+    """Return the vectors that the head reads at the scored rows, [R, D] float32; see ``target_logprobs``.
+
+    Invariants: row-invariant, as ``Transformer.streams``; in native mode every value is a BF16 number.
+    """
+    config = transformer.config
+    if routing is None and batch.routes_TLK is not None:
+        routing = Routing(config, replay_TLK=batch.routes_TLK)
+    streams_TMD = transformer.streams(
+        weights, batch.token_ids_T, packed_batch(config, batch.sequence_lengths), routing=routing
+    )
+    return transformer.hidden(weights, streams_TMD.index_select(0, scored_rows(batch)))
+
+
 def target_logprobs(
     transformer: Transformer,
     weights: ModelWeights,
@@ -58,21 +80,45 @@ def target_logprobs(
     Invariants: bit-equal to what an engine computes for the same tokens, weights, temperature and kept sets, however
     batched, with autograd on or off, and with its routes replayed or not.
     """
-    config = transformer.config
-    if routing is None and batch.routes_TLK is not None:
-        routing = Routing(config, replay_TLK=batch.routes_TLK)
-    streams_TMD = transformer.streams(
-        weights, batch.token_ids_T, packed_batch(config, batch.sequence_lengths), routing=routing
-    )
-    rows_R = torch.nonzero(batch.scored_mask_T).squeeze(1)
-    hidden_RD = transformer.hidden(weights, streams_TMD.index_select(0, rows_R))
-    logits_RV = transformer.logits(weights, hidden_RD)
-    if batch.kept_counts_T is not None and batch.kept_ids is not None:
-        outside_RV = _outside_kept(batch.kept_counts_T, batch.kept_ids, rows_R, config.vocab_size)
-        logits_RV = logits_RV.masked_fill(outside_RV, -torch.inf)
-    logprob_R, entropy_R = token_logprob(logits_RV, batch.target_ids_T[rows_R], temperature=temperature)
+    rows_R = scored_rows(batch)
+    hidden_RD = target_hidden(transformer, weights, batch, routing=routing)
+    logprob_R, entropy_R = _rows_logprobs(weights.head, hidden_RD, rows_R, batch, temperature)
     zeros_T = torch.zeros(batch.token_ids_T.shape)
     return zeros_T.index_copy(0, rows_R, logprob_R), zeros_T.index_copy(0, rows_R, entropy_R)
+
+
+@torch.no_grad()
+def hidden_logprobs(
+    head_VD: Tensor, hidden_RD: Tensor, batch: ScoringBatch, *, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return what ``target_logprobs`` returns at the scored rows, bit for bit, from the vectors that the head reads,
+    with the logits of ``chunk_tokens`` rows at a time and without a gradient.
+
+    Args:
+        head_VD: [V, D]. hidden_RD: [R, D], from ``target_hidden`` for this batch.
+        batch: what is scored. temperature: divides the logits. chunk_tokens: >= 1.
+
+    Returns:
+        Log-probs of the targets and entropies in nats, [R] float32 each.
+    """
+    rows_R = scored_rows(batch)
+    parts = [
+        _rows_logprobs(head_VD, hidden_ND, rows_N, batch, temperature)
+        for hidden_ND, rows_N in zip(hidden_RD.split(chunk_tokens), rows_R.split(chunk_tokens), strict=True)
+    ]
+    logprob_R, entropy_R = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprob_R, entropy_R
+
+
+def _rows_logprobs(
+    head_VD: Tensor, hidden_ND: Tensor, rows_N: Tensor, batch: ScoringBatch, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets of some scored rows, over the sets they were drawn from, and entropies: [N] each."""
+    logits_NV = row_linear(hidden_ND, head_VD)
+    if batch.kept_counts_T is not None and batch.kept_ids is not None:
+        outside_NV = _outside_kept(batch.kept_counts_T, batch.kept_ids, rows_N, head_VD.shape[0])
+        logits_NV = logits_NV.masked_fill(outside_NV, -torch.inf)
+    return token_logprob(logits_NV, batch.target_ids_T[rows_N], temperature=temperature)
 
 
 def _outside_kept(counts_T: Tensor, kept_ids: Tensor, rows_R: Tensor, vocab_size: int) -> Tensor:

@@ -33,7 +33,7 @@ from rollforward.model.optim_hybrid import HybridOptimizer
 from rollforward.model.precision import PackedTensor
 from rollforward.model.published import PublishedWeights
 from rollforward.model.routing import Routing
-from rollforward.model.scoring import ScoringBatch, target_logprobs
+from rollforward.model.scoring import ScoringBatch, target_hidden, target_logprobs
 from rollforward.model.shapes import TensorFormat
 from rollforward.model.train_config import BalanceConfig, OptimConfig, Precision
 from rollforward.model.trainer_state import read_tensors, write_tensors
@@ -59,6 +59,9 @@ class LossPart:
 
 LossFunction = Callable[[int, Tensor, Tensor], LossPart]
 """(index of the micro-batch, policy_logprobs_T with grad, entropy_T) -> part; rows that are not scored hold 0."""
+
+HiddenLossFunction = Callable[[int, Tensor, Tensor], LossPart]
+"""(index of the micro-batch, hidden_RD of its scored rows, head_VD), both with grad -> part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,40 @@ class Trainer:
                 sequences where it is the loss. Nothing was updated.
             TrainerError: no micro-batch was given, or not this rank's.
         """
+
+        def part_of(index: int, batch: ScoringBatch, routing: Routing) -> LossPart:
+            scored = target_logprobs(self._transformer, self._weights, batch, temperature=temperature, routing=routing)
+            return loss_function(index, *scored)
+
+        return self._step(batches, part_of, num_leaves)
+
+    def hidden_step(
+        self, batches: Sequence[ScoringBatch], loss_function: HiddenLossFunction, *, num_leaves: int | None = None
+    ) -> StepResult:
+        """Take a step as ``train_step`` does, for a loss that multiplies by the head itself, a chunk of tokens at a
+        time.
+
+        Args:
+            batches, num_leaves: as there.
+            loss_function: called once per micro-batch with the vectors before the head and with the head.
+
+        Raises:
+            NonFiniteLossError, TrainerError: as there.
+        """
+
+        def part_of(index: int, batch: ScoringBatch, routing: Routing) -> LossPart:
+            hidden_RD = target_hidden(self._transformer, self._weights, batch, routing=routing)
+            return loss_function(index, hidden_RD, self._weights.head)
+
+        return self._step(batches, part_of, num_leaves)
+
+    def _step(
+        self,
+        batches: Sequence[ScoringBatch],
+        part_of: Callable[[int, ScoringBatch, Routing], LossPart],
+        num_leaves: int | None,
+    ) -> StepResult:
+        """Add the gradients of all parts of all ranks and take one optimizer step; see ``train_step``."""
         num_leaves = len(batches) if num_leaves is None else num_leaves
         if num_leaves == 0:
             raise TrainerError("train_step got no micro-batch; a step trains at least one. Skip the step instead")
@@ -177,7 +214,7 @@ class Trainer:
                 gradients.add(None)
                 continue
             routing = self._routing(batches[index])
-            part = self._backward(index, batches[index], routing, loss_function, temperature)
+            part = self._backward(part_of(index, batches[index], routing), routing)
             total += float(part.loss.detach())
             balance_loss += float(routing.balance_loss().detach())
             load_LE += routing.load_LE()
@@ -289,14 +326,8 @@ class Trainer:
             sequence_weights=batch.sequence_weights,
         )
 
-    def _backward(
-        self, index: int, batch: ScoringBatch, routing: Routing, loss_function: LossFunction, temperature: float
-    ) -> LossPart:
-        """Forward and backward of one micro-batch; its gradients are left with the published values."""
-        policy_logprobs_T, entropy_T = target_logprobs(
-            self._transformer, self._weights, batch, temperature=temperature, routing=routing
-        )
-        part = loss_function(index, policy_logprobs_T, entropy_T)
+    def _backward(self, part: LossPart, routing: Routing) -> LossPart:
+        """Backward of one micro-batch; its gradients are left with the published values."""
         loss = part.loss
         if self._balance.loss_weight > 0:
             loss = loss + self._balance.loss_weight * routing.balance_loss()

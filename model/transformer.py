@@ -103,8 +103,9 @@ class Transformer:
         return streams_TMD
 
     def hidden(self, weights: ModelWeights, streams_TMD: Tensor) -> Tensor:
-        """Merge the streams and apply the final norm: the vector that the head reads. [T, M, D] -> [T, D] float32."""
-        return rms_norm(self._merge(weights.head_mix, streams_TMD), weights.norm, eps=self.config.rms_norm_eps)
+        """Merge the streams and apply the final norm: the vector that the head reads. [T, M, D] -> [T, D] float32, of
+        BF16 values in native mode."""
+        return self._head_input(weights.head_mix, streams_TMD, weights.norm)
 
     def logits(self, weights: ModelWeights, hidden_TD: Tensor) -> Tensor:
         """Apply the LM head. [T, D] -> [T, V] float32, no cap; row-invariant."""
@@ -143,8 +144,7 @@ class Transformer:
         """Merge the MTP streams with the module's own mix and norm and apply the shared head. [T, V] float32."""
         mtp = weights.mtp
         assert mtp is not None, "mtp_streams was called before and checks it"
-        hidden_TD = rms_norm(self._merge(mtp.head_mix, mtp_streams_TMD), mtp.norm, eps=self.config.rms_norm_eps)
-        return self.logits(weights, hidden_TD)
+        return self.logits(weights, self._head_input(mtp.head_mix, mtp_streams_TMD, mtp.norm))
 
     def _check_tokens(self, token_T: Tensor, batch: SegmentBatch) -> None:
         if token_T.shape != (batch.num_tokens,):
@@ -184,9 +184,10 @@ class Transformer:
             norm_eps=config.rms_norm_eps,
         )
 
-    def _merge(self, mix: MixWeights, streams_TMD: Tensor) -> Tensor:
-        config = self.config
-        return mhc_head(streams_TMD, mix.fn, mix.base, mix.scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps)
+    def _head_input(self, mix: MixWeights, streams_TMD: Tensor, norm: Tensor) -> Tensor:
+        eps = self.config.rms_norm_eps
+        merged_TD = mhc_head(streams_TMD, mix.fn, mix.base, mix.scale, eps=self.config.hc_eps, norm_eps=eps)
+        return self.numerics.head_input(rms_norm(merged_TD, norm, eps=eps))
 
     def _block(
         self,
