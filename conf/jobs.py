@@ -34,6 +34,11 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {
     "sft": Verb("rollforward.rl.sft", "rollforward.rl.config:SFTRun", "teach a model from conversations"),
     "train": Verb("rollforward.rl.train", "rollforward.rl.config:RLRun", "improve a model by reinforcement learning"),
+    "distill": Verb(
+        "rollforward.distill.train",
+        "rollforward.distill.config:DistillRun",
+        "merge teachers into a model by distillation on its own trajectories",
+    ),
     "eval": Verb(
         "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts"
     ),
@@ -110,7 +115,8 @@ def _take(overrides: list[str], key: str) -> str | None:
 def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
     """Composes and validates every run that the command line asks for. Nothing is allocated or written.
 
-    With recipe=NAME these are the recipe's runs up to and including the last one of `verb`.
+    With recipe=NAME these are the recipe's runs up to and including the last one of `verb`; of `train`, up to the
+    recipe's goal if it names one.
 
     Raises:
         UsageError: no such recipe, or it has no run of that verb.
@@ -162,7 +168,8 @@ def _has_verb(recipe: str, verb: str) -> bool:
 
 
 def _runs_until(verb: str, recipe: str) -> list[RecipeRun]:
-    runs = load_recipe(recipe).runs
+    loaded = load_recipe(recipe)
+    runs = loaded.runs
     for run in runs:
         if run.verb not in VERBS:
             raise UsageError(f"recipe={recipe}: run {run.name} has verb {run.verb}; commands are {', '.join(VERBS)}.")
@@ -172,7 +179,8 @@ def _runs_until(verb: str, recipe: str) -> list[RecipeRun]:
                 f"recipe={recipe}: a run is named {clash[0]}, which is also a setting of {run.verb}, so that "
                 f"{clash[0]}.KEY would mean two things. Rename the run."
             )
-    last = max((index for index, run in enumerate(runs) if run.verb == verb), default=None)
+    ends = {loaded.goal} if verb == "train" and loaded.goal else {run.name for run in runs if run.verb == verb}
+    last = max((index for index, run in enumerate(runs) if run.name in ends), default=None)
     if last is None:
         had = ", ".join(f"{run.name} ({run.verb})" for run in runs)
         raise UsageError(

@@ -36,14 +36,19 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One line for --help."""
     runs: Annotated[tuple[RecipeRun, ...], msgspec.Meta(min_length=1)]
     """In the order of execution; names are distinct."""
+    goal: str | None = None
+    """Run that `rollforward train recipe=NAME` ends with, for a pipeline whose last stage is of another verb; null: the
+    last run of `train`."""
 
     def __post_init__(self) -> None:
-        """Refuses two runs of one name."""
+        """Refuses two runs of one name, and a goal that is none of them."""
         names = [run.name for run in self.runs]
         if twice := sorted({name for name in names if names.count(name) > 1 or name == "all"}):
             raise ValueError(
                 f"runs are named {', '.join(names)}; names are distinct and not `all`. Rename {', '.join(twice)}."
             )
+        if self.goal is not None and self.goal not in names:
+            raise ValueError(f"goal is {self.goal}; it is the name of a run: {', '.join(names)}.")
 
 
 def recipe_names(config_dir: Path = CONFIG_DIR) -> list[str]:

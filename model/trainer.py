@@ -272,6 +272,12 @@ class Trainer:
         )
         return target_logprobs(self._transformer, self._weights, batch, temperature=1.0)[0][:-1]
 
+    @torch.no_grad()
+    def head_inputs(self, batch: ScoringBatch) -> tuple[Tensor, Tensor]:
+        """Return the vectors that the head reads at the scored rows, [R, D], and the head, [V, D], of the next forward.
+        Of this rank alone."""
+        return target_hidden(self._transformer, self._weights, batch), self._weights.head
+
     def save(self, directory: Path) -> None:
         """Write masters, optimizer state, gate biases and step count into a directory that all ranks see; the caller
         makes it atomic. Collective.

@@ -1,7 +1,7 @@
 """Ray wrappers of the learner side. No logic: a method is one call."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,70 +10,71 @@ import ray
 
 from rollforward.model.distributed import OPERATION_TIMEOUT_S, join_group
 from rollforward.model.metrics import Metric, merge_metrics
-from rollforward.rl.learner import Learner, LearnerSettings
+from rollforward.rl.learner import Learner, LearnerSettings, PolicySettings, TrainedPolicy
 from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rl.placement import Patience, Ranks
 from rollforward.rollout.replica import Beat
 from rollforward.rollout.weights import WeightsManifest
 
 # Ray's types do not know concurrency groups, and options() refuses them.
-_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"beat": 1}}
+RANK_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"beat": 1}}
 
 
-@ray.remote(**_OPTIONS)
-class LearnerActor:
-    """One rank of the learner in its own process; `beat` has a thread of its own."""
+class PolicyRank:
+    """One rank of a policy that is trained, in its own process; `beat` has a thread of its own."""
+
+    policy: TrainedPolicy
 
     def __init__(
         self, rank: int, num_ranks: int, rendezvous: Path, rank_timeout_s: float = OPERATION_TIMEOUT_S
     ) -> None:
         """Give signs of life from here on; see ``join_group`` for what ``start`` joins."""
-        join = partial(join_group, rendezvous, rank=rank, num_ranks=num_ranks, timeout_s=rank_timeout_s)
-        self._build = partial(_joined_learner, join)
+        self.join = partial(join_group, rendezvous, rank=rank, num_ranks=num_ranks, timeout_s=rank_timeout_s)
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> Beat:
         """Return a sign of life."""
         return Beat(pid=os.getpid(), node=ray.get_runtime_context().get_node_id(), leave_s=None)
 
+    def quantised(self) -> dict[str, int]:
+        """See ``TrainedPolicy.quantised``."""
+        return self.policy.quantised()
+
+    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
+        """See ``TrainedPolicy.publish``."""
+        return self.policy.publish(root, policy_version)
+
+    def save(self, directory: Path) -> None:
+        """See ``TrainedPolicy.save``."""
+        self.policy.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """See ``TrainedPolicy.load``."""
+        self.policy.load(directory)
+
+
+@ray.remote(**RANK_OPTIONS)
+class LearnerActor(PolicyRank):
+    """One rank of the learner of reinforcement learning."""
+
     def start(self, settings: LearnerSettings) -> None:
         """Join the process group and build the learner; see ``Learner``. Not in the constructor, whose errors lose
         their type on the way."""
-        self._learner = self._build(settings)
+        self.join()
+        self.policy = self._learner = Learner(settings)
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """See ``Learner.update``."""
         return self._learner.update(step_dir, plans)
 
-    def quantised(self) -> dict[str, int]:
-        """See ``Learner.quantised``."""
-        return self._learner.quantised()
 
-    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
-        """See ``Learner.publish``."""
-        return self._learner.publish(root, policy_version)
-
-    def save(self, directory: Path) -> None:
-        """See ``Learner.save``."""
-        self._learner.save(directory)
-
-    def load(self, directory: Path) -> None:
-        """See ``Learner.load``."""
-        self._learner.load(directory)
-
-
-def _joined_learner(join: Callable[[], None], settings: LearnerSettings) -> Learner:
-    join()
-    return Learner(settings)
-
-
-class LearnerPool:
-    """All ranks of the learner as the controller sees them: plain calls that wait for their answer."""
+class PolicyPool:
+    """All ranks of a policy that is trained, as the controller sees them: plain calls that wait for their answer."""
 
     def __init__(
         self,
         actors: Sequence[Any],
-        settings: LearnerSettings,
+        settings: PolicySettings,
         patience: Patience = Patience(),  # noqa: B008 - frozen
         resources: Mapping[str, float] | None = None,
     ) -> None:
@@ -82,23 +83,27 @@ class LearnerPool:
         self._ranks = Ranks(self._actors, patience, resources or {})
         self._ranks.wait([actor.start.remote(settings) for actor in self._actors])
 
+    def quantised(self) -> list[dict[str, int]]:
+        """Return every rank's report; see ``TrainedPolicy.quantised``."""
+        return self._ranks.wait([actor.quantised.remote() for actor in self._actors])
+
+    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
+        """Publish from rank 0, whose masters are everyone's; see ``TrainedPolicy.publish``."""
+        return self._ranks.wait([self._actors[0].publish.remote(root, policy_version)])[0]
+
+    def save(self, directory: Path) -> None:
+        """See ``TrainedPolicy.save``."""
+        self._ranks.wait([actor.save.remote(directory) for actor in self._actors])
+
+    def load(self, directory: Path) -> None:
+        """See ``TrainedPolicy.load``."""
+        self._ranks.wait([actor.load.remote(directory) for actor in self._actors])
+
+
+class LearnerPool(PolicyPool):
+    """All ranks of the learner of reinforcement learning."""
+
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """Take one optimizer step, every rank on its share; see ``Learner.update``."""
         calls = [actor.update.remote(step_dir, plans) for actor in self._actors]
         return merge_metrics(metric for metrics in self._ranks.wait(calls) for metric in metrics)
-
-    def quantised(self) -> list[dict[str, int]]:
-        """Return every rank's report; see ``Learner.quantised``."""
-        return self._ranks.wait([actor.quantised.remote() for actor in self._actors])
-
-    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
-        """Publish from rank 0, whose masters are everyone's; see ``Learner.publish``."""
-        return self._ranks.wait([self._actors[0].publish.remote(root, policy_version)])[0]
-
-    def save(self, directory: Path) -> None:
-        """See ``Learner.save``."""
-        self._ranks.wait([actor.save.remote(directory) for actor in self._actors])
-
-    def load(self, directory: Path) -> None:
-        """See ``Learner.load``."""
-        self._ranks.wait([actor.load.remote(directory) for actor in self._actors])

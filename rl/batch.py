@@ -158,9 +158,7 @@ def build_step_batch(
 
     Invariants: a pure function; same groups in any order give the same bits.
     """
-    ordered = sorted(groups, key=lambda group: (group.step, group.prompt))
-    if len({(group.step, group.prompt) for group in ordered}) != len(ordered):
-        raise BatchError("two groups have the same step and prompt; a prompt is trained once. Merge or drop one")
+    ordered = in_training_order(groups)
     trained: list[tuple[Trajectory, float]] = []
     scored: list[float] = []
     for group in ordered:
@@ -170,21 +168,59 @@ def build_step_batch(
             if not is_masked and trajectory.num_trained_tokens > 0:
                 trained.append((trajectory, advantage))
     if not trained:
-        members = [trajectory for group in ordered for trajectory in group.trajectories]
-        num_lost = {kind: sum(one.failure == kind for one in members) for kind in FailureType if kind.is_excluded}
-        raise NoTrainableTrajectoriesError(
-            f"none of the {len(members)} trajectories can be trained;"
-            f" {', '.join(f'{count} failed as {kind}' for kind, count in num_lost.items())}, the others have no"
-            " baseline or are masked as truncated. Mend what failed. The token log goes on answering with failures of"
-            " sampling: to sample the step again remove run_dir/wal before you resume"
-        )
+        raise nothing_to_train(ordered, "the others have no baseline or are masked as truncated")
+    metrics = (*group_metrics(ordered), *advantage_metrics(scored))
+    return weigh(trained, normalisation=normalisation, max_new_tokens=max_new_tokens, metrics=metrics)
+
+
+def nothing_to_train(groups: Sequence[Group], others: str) -> NoTrainableTrajectoriesError:
+    """Return the error of a step of which nothing can be trained; ``others`` says why those cannot that did not
+    fail."""
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    num_lost = {kind: sum(one.failure == kind for one in members) for kind in FailureType if kind.is_excluded}
+    return NoTrainableTrajectoriesError(
+        f"none of the {len(members)} trajectories can be trained;"
+        f" {', '.join(f'{count} failed as {kind}' for kind, count in num_lost.items())}, {others}. Mend what failed."
+        " The token log goes on answering with failures of sampling: to sample the step again remove run_dir/wal before"
+        " you resume"
+    )
+
+
+def in_training_order(groups: Iterable[Group]) -> list[Group]:
+    """Return the groups of a step by step and prompt.
+
+    Raises:
+        BatchError: two groups of one prompt.
+    """
+    ordered = sorted(groups, key=lambda group: (group.step, group.prompt))
+    if len({(group.step, group.prompt) for group in ordered}) != len(ordered):
+        raise BatchError("two groups have the same step and prompt; a prompt is trained once. Merge or drop one")
+    return ordered
+
+
+def weigh(
+    trained: Sequence[tuple[Trajectory, float]],
+    *,
+    normalisation: Normalisation,
+    max_new_tokens: int | None = None,
+    metrics: tuple[Metric, ...] = (),
+) -> StepBatch:
+    """Return the batch of the trajectories that a step trains on, with the weights of their tokens.
+
+    Args:
+        trained: each with its advantage, in training order; at least one, all with trained tokens and a score.
+        normalisation, max_new_tokens: as in `build_step_batch`.
+        metrics: what is known of the step.
+
+    Raises:
+        BatchError: a sampling log-prob that is none, or "constant" without max_new_tokens.
+    """
     weights = _token_weights([one.num_trained_tokens for one, _ in trained], normalisation, max_new_tokens)
     rows: list[TrajectoryRow] = []
     packed: list[PackedBatch] = []
     for (trajectory, advantage), weight in zip(trained, weights, strict=True):
         rows.append(_describe(trajectory, advantage, weight))
         packed.append(_pack_trajectory(trajectory, advantage, weight))
-    metrics = (*group_metrics(ordered), *advantage_metrics(scored))
     return StepBatch(rows=tuple(rows), trajectories=tuple(packed), metrics=metrics)
 
 

@@ -1,19 +1,20 @@
-"""The loop of reinforcement learning. One synchronous step:
+"""The loop of reinforcement learning and of distillation. One synchronous step:
 
     PromptSource --examples--> group_requests --requests--> rollout.generate ----completions--+
          ^ cursor                                               ^                              v
          |                                                      | weights vK            score_completions
      checkpoint <-- state --+                                   |                              | scores
                             |                          publish, acknowledge                    v
-                            +-- learner.update <--files, plan-- write_step <-- build_step_batch <-- build_groups
+                            +-- stages.learn <--files, batch-- write_step <-- stages.batch <-- build_groups
 
-With dynamic sampling the upper row runs again for the groups that teach nothing (`refill.py`).
+With dynamic sampling the upper row runs again for the groups that teach nothing (`refill.py`). `stages` is the only
+difference between kinds of run: that of `train` is in `stages.py`, that of `distill` in `distill/stages.py`.
 
 | stage    | consumes                          | produces                      | waits for                        |
 |----------|-----------------------------------|-------------------------------|----------------------------------|
 | rollout  | prompts, weights vK               | completions, durable          | every replica's acknowledgement  |
 | score    | completions, tasks                | rewards                       | all completions of the step      |
-| learn    | samples/step_K, a packing plan    | masters, step K + 1           | all rewards of the step          |
+| learn    | samples/step_K, its batch         | masters, step K + 1           | all rewards of the step          |
 | publish  | masters                           | weights v(K+1) with manifest  | nothing in flight                |
 
 Weights are published only when nothing is in flight, and version K is the policy after K optimizer steps, so a run
@@ -34,7 +35,6 @@ from rollforward.conf.console import Progress, say
 from rollforward.conf.errors import RunDirError
 from rollforward.model.metrics import Metric, metric_values
 from rollforward.rl.answers import Answer, sampled_answers
-from rollforward.rl.batch import build_step_batch
 from rollforward.rl.bias_metrics import bias_of_step
 from rollforward.rl.checkpoints import (
     CHECKPOINTS_NAME,
@@ -46,11 +46,10 @@ from rollforward.rl.checkpoints import (
     restore,
     save_checkpoint,
 )
-from rollforward.rl.config import RLRun
+from rollforward.rl.config import LoopRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.metrics import group_metrics, log_metrics, pool_metrics, sync_metrics, turn_metrics
-from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
 from rollforward.rl.prompts import PromptSource
 from rollforward.rl.refill import Sampled, StepGroups, check_infra, sample_groups
 from rollforward.rl.samples import SAMPLES_NAME, remove_steps, write_step
@@ -63,6 +62,7 @@ from rollforward.rl.sampling import (
     score_completions,
     shuffle_rewards,
 )
+from rollforward.rl.stages import Stages
 from rollforward.rl.tasks.types import Task, Unscored
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.agent_retention import retire_commands
@@ -111,10 +111,6 @@ class Rollout(Protocol):
 class LearnerGroup(Protocol):
     """The learner side as the loop sees it."""
 
-    def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
-        """Take one optimizer step on the samples in ``step_dir``, packed as planned, over all ranks."""
-        ...
-
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
         """Write the current policy as a version."""
         ...
@@ -148,8 +144,9 @@ class Controller:
 
     def __init__(
         self,
-        run: RLRun,
+        run: LoopRun,
         *,
+        stages: Stages,
         tasks: Sequence[Task],
         encoder: PromptEncoder,
         rollout: Rollout,
@@ -161,12 +158,14 @@ class Controller:
 
         Args:
             run: the configuration.
+            stages: what the kind of run brings along.
             tasks, encoder: what is asked, and how it becomes tokens.
             rollout, learner: the two sides.
             tracker: where metrics go.
             pool: tells what the supervisors of sandboxes counted; None where there are none.
         """
         self._run = run
+        self._stages = stages
         self._pool = pool
         self._run_dir = Path(run.run_dir).resolve()
         self._tasks = {task.name: task for task in tasks}
@@ -200,6 +199,7 @@ class Controller:
             say(f"token log, {problem.where}: {problem.kind}: {problem.detail}{failed}")
         state = self._restore()
         self._publish(state.step)
+        self._stages.begin(version_directory(self._run_dir / WEIGHTS_NAME, state.step))
         before = self._evaluate(0) if state.step == 0 else self._recall_evaluation(0)
         for one in before:
             say(
@@ -238,17 +238,10 @@ class Controller:
         run = self._run
         step_groups = self._sample(state)
         sampled = step_groups.sampled
-        batch = build_step_batch(
-            step_groups.trained,
-            normalisation=run.algo.normalisation,
-            divide_by_std=run.algo.advantage_std,
-            truncation=run.algo.truncation,
-            max_new_tokens=run.sampling.max_new_tokens,
-        )
+        batch = self._stages.batch(step_groups.trained)
         with self._timed("write_samples"):
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
-        with self._timed("update_actor"):
-            metrics = self._learner.update(step_dir, plan_micro_batches(batch.rows, run.micro_batch_tokens))
+        metrics = self._stages.learn(step_dir, batch, self._timed)
         logs = self._rollout.log_stats()
         bias = bias_of_step(sampled.groups, logs, state.length_bias, alarm_z=run.rollout.bias_alarm_z)
         if bias.alarm is not None:
@@ -281,8 +274,8 @@ class Controller:
             lambda sampled, num_prompts: self._draw_more(state.step, sampled, num_prompts),
             state.cursor,
             num_prompts=self._run.prompts_per_step,
-            dynamic=self._run.algo.dynamic_sampling,
-            truncation=self._run.algo.truncation,
+            dynamic=self._stages.rules.dynamic_sampling,
+            truncation=self._stages.rules.truncation,
         )
         if found.warning is not None:
             say(f"step {state.step + 1}: {found.warning}")
@@ -291,19 +284,19 @@ class Controller:
 
     def _draw_more(self, step: int, sampled: Sampled, num_prompts: int) -> Sampled:
         """Sample and score as many further prompts for a step."""
-        run = self._run
+        run, rules = self._run, self._stages.rules
         drawn, cursor = self._prompts.draw(sampled.cursor, num_prompts)
         requests = group_requests(
             drawn,
             self._encoder,
             self._tasks,
             step=step,
-            group_size=run.algo.group_size,
+            group_size=rules.group_size,
             run_seed=run.seed,
             sampling=run.sampling,
             policy_version=step,
             first_prompt=len(sampled.examples),
-            record_routes=run.algo.keep_routing,
+            record_routes=rules.record_routes,
         )
         examples = (*sampled.examples, *drawn)
         with self._timed("gen"):
@@ -315,7 +308,7 @@ class Controller:
         infra = tuple(one for one in scores if isinstance(one, Unscored) and one.failure is FailureType.INFRA)
         turns = read_turns(examples, completions, self._encoder)
         groups = build_groups(examples, requests, completions, scores, self._tasks, turns)
-        if run.shuffle_rewards:
+        if rules.shuffle_rewards:
             groups = shuffle_rewards(groups, run_seed=run.seed)
         return Sampled(
             cursor=cursor,
@@ -417,6 +410,7 @@ def _shown(values: dict[str, float]) -> dict[str, object]:
     """The few numbers of a step that a person follows."""
     names = {
         "reward": "critic/rewards/mean",
+        "kl": "opd/kl",
         "length": "response_length/mean",
         "entropy": "actor/entropy",
         "probs_diff_max": "training/rollout_probs_diff_max",

@@ -21,7 +21,7 @@ from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.train_config import BalanceConfig, OptimConfig, Precision
-from rollforward.model.trainer import LossPart, Trainer
+from rollforward.model.trainer import LossPart, StepResult, Trainer
 from rollforward.model.transformer import Model
 from rollforward.rl.algorithms import Algorithm
 from rollforward.rl.batch import PackedBatch
@@ -64,13 +64,11 @@ def publish_trained(
     )
 
 
-class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a learner needs to know of a run."""
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank needs to know to train a policy, whatever the loss."""
 
     model_dir: str
-    """Checkpoint to start from, and reference of the KL."""
-    algorithm: Algorithm
-    """Loss and its constants."""
+    """Checkpoint to start from; in RL also the reference of the KL."""
     optim: OptimConfig
     """Optimizer."""
     precision: Precision
@@ -87,22 +85,25 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the run; keys stochastic rounding."""
 
 
-class Learner:
-    """One rank of the learner. Needs an initialised process group.
+class LearnerSettings(PolicySettings, frozen=True, kw_only=True):
+    """What a learner needs to know of a run of reinforcement learning."""
 
-    The reference is the model that the run started from, in its published values, and never changes.
-    """
+    algorithm: Algorithm
+    """Loss and its constants."""
 
-    def __init__(self, settings: LearnerSettings) -> None:
-        """Read the checkpoint and build trainer and reference."""
+
+class TrainedPolicy:
+    """The policy of one rank that is trained, published and saved. Needs an initialised process group."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        """Read the checkpoint and build the trainer."""
         torch.set_num_threads(settings.threads)
-        self._settings = settings
         model_dir = Path(settings.model_dir)
-        self._model_config = load_checkpoint_config(model_dir, is_announced=False)
-        named = read_checkpoint(model_dir, self._model_config)
+        self.model_config = load_checkpoint_config(model_dir, is_announced=False)
+        named = read_checkpoint(model_dir, self.model_config)
         self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
-        self._trainer = Trainer(
-            self._model_config,
+        self.trainer = Trainer(
+            self.model_config,
             named,
             precision=settings.precision,
             optim=settings.optim,
@@ -110,10 +111,39 @@ class Learner:
             recompute=settings.recompute,
             seed=settings.seed,
         )
+
+    def quantised(self) -> dict[str, int]:
+        """Return how many official tensors this rank's forward takes through each published format."""
+        return dict(self.trainer.quantised)
+
+    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
+        """Write the weights of the next forward as a version; see ``publish_trained``."""
+        return publish_trained(root, policy_version, self.trainer, self._files)
+
+    def save(self, directory: Path) -> None:
+        """Write masters and optimizer state into an existing directory."""
+        self.trainer.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Take masters and optimizer state from a checkpoint's directory."""
+        self.trainer.load(directory)
+
+
+class Learner(TrainedPolicy):
+    """One rank of the learner of reinforcement learning.
+
+    The reference is the model that the run started from, in its published values, and never changes.
+    """
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        """Read the checkpoint and build trainer and reference."""
+        super().__init__(settings)
+        self._settings = settings
         # Without a KL term the reference would cost a forward pass and change nothing.
         self._reference: Model | None = None
         if settings.algorithm.kl_beta > 0:
-            self._reference = Model(self._model_config, named, precision=settings.precision)
+            named = read_checkpoint(Path(settings.model_dir), self.model_config)
+            self._reference = Model(self.model_config, named, precision=settings.precision)
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """Take one optimizer step on this rank's micro-batches of a step. Collective: every rank gets the same call.
@@ -132,7 +162,7 @@ class Learner:
         """
         start, stop = subtree_bounds(len(plans), torch.distributed.get_world_size())[torch.distributed.get_rank()]
         algorithm = self._settings.algorithm
-        micro_batches = _MicroBatches(open_step(step_dir), plans[start:stop], keep_routing=algorithm.keep_routing)
+        micro_batches = MicroBatches(open_step(step_dir), plans[start:stop], keep_routing=algorithm.keep_routing)
         metrics: list[Metric] = []
 
         def loss_of(index: int, policy_logprobs_T: Tensor, entropy_T: Tensor) -> LossPart:
@@ -148,31 +178,10 @@ class Learner:
             name = f"micro-batch {start + index + 1} of {len(plans)} in {step_dir}"
             return LossPart(loss=output.loss, name=name, worst=worst_sequences(packed.ids, output.trajectory_loss_N))
 
-        result = self._trainer.train_step(
+        result = self.trainer.train_step(
             micro_batches, loss_of, num_leaves=len(plans), temperature=self._settings.temperature
         )
-        return (
-            *merge_metrics(metrics),
-            Metric(name="actor/grad_norm", numerator=result.grad_norm, denominator=1, per="step"),
-            Metric(name="actor/lr", numerator=result.learning_rate, denominator=1, per="step"),
-            *result.metrics,
-        )
-
-    def quantised(self) -> dict[str, int]:
-        """Return how many official tensors this rank's forward takes through each published format."""
-        return dict(self._trainer.quantised)
-
-    def publish(self, root: Path, policy_version: int) -> WeightsManifest:
-        """Write the weights of the next forward as a version; see ``publish_trained``."""
-        return publish_trained(root, policy_version, self._trainer, self._files)
-
-    def save(self, directory: Path) -> None:
-        """Write masters and optimizer state into an existing directory."""
-        self._trainer.save(directory)
-
-    def load(self, directory: Path) -> None:
-        """Take masters and optimizer state from a checkpoint's directory."""
-        self._trainer.load(directory)
+        return (*merge_metrics(metrics), *step_metrics(result))
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: ScoringBatch) -> Tensor | None:
@@ -185,7 +194,16 @@ class Learner:
         return target_logprobs(self._reference.transformer, self._reference.weights, batch, temperature=temperature)[0]
 
 
-class _MicroBatches(Sequence[ScoringBatch]):
+def step_metrics(result: StepResult) -> tuple[Metric, ...]:
+    """Return what the trainer measured of a step, whatever the loss."""
+    return (
+        Metric(name="actor/grad_norm", numerator=result.grad_norm, denominator=1, per="step"),
+        Metric(name="actor/lr", numerator=result.learning_rate, denominator=1, per="step"),
+        *result.metrics,
+    )
+
+
+class MicroBatches(Sequence[ScoringBatch]):
     """A rank's micro-batches of a step, each read from the samples when it is asked for; the one before is let go."""
 
     def __init__(self, samples: StepSamples, plans: Sequence[MicroBatchPlan], *, keep_routing: bool) -> None:
@@ -209,7 +227,7 @@ class _MicroBatches(Sequence[ScoringBatch]):
     def __getitem__(self, index: slice) -> Sequence[ScoringBatch]: ...
     def __getitem__(self, index: int | slice) -> ScoringBatch | Sequence[ScoringBatch]:
         if isinstance(index, slice):
-            return _MicroBatches(self._samples, self._plans[index], keep_routing=self._keep_routing)
+            return MicroBatches(self._samples, self._plans[index], keep_routing=self._keep_routing)
         return self.read(index)[1]
 
 

@@ -1,14 +1,16 @@
-"""Entry point of `rollforward train`: check, place actors, run the loop (controller.py), say what came of it."""
+"""Entry point of `rollforward train`: check, place actors, run the loop (controller.py), say what came of it. The loop
+of other kinds of run is started here too (`run_loop`)."""
 
 import json
 import re
 import shlex
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import ray
@@ -17,9 +19,9 @@ from ray.exceptions import RayActorError
 from rollforward.conf import console
 from rollforward.conf.load import library_environment
 from rollforward.model.distributed import new_rendezvous
-from rollforward.rl.actors import LearnerActor, LearnerPool
+from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
 from rollforward.rl.answers import ANSWERS_NAME
-from rollforward.rl.config import RLRun
+from rollforward.rl.config import LoopRun, RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.learner import LearnerSettings
@@ -27,6 +29,7 @@ from rollforward.rl.placement import Patience, join_cluster
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.sandboxes import agent_settings, pool_stats, with_agents
 from rollforward.rl.setup import Parts, check_learner, load_parts
+from rollforward.rl.stages import PolicyGradientStages, Stages
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.actors import AgentActor, RolloutActor
 from rollforward.rollout.agents import LocalAccess
@@ -38,6 +41,9 @@ from rollforward.rollout.weights import WEIGHTS_NAME, version_directory
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.placement import sandbox_actors
 
+Place = Callable[[], tuple[PolicyPool, Stages]]
+"""Places the learner of a run and returns it with the stages that use it."""
+
 
 def main(run: RLRun) -> int:
     """Run the loop to its end; a run directory that holds a checkpoint is continued.
@@ -45,17 +51,37 @@ def main(run: RLRun) -> int:
     Returns:
         0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
     """
+
+    def place() -> tuple[LearnerPool, PolicyGradientStages]:
+        settings = LearnerSettings(algorithm=run.algo, **policy_settings(run))
+        learner = LearnerPool(rank_actors(LearnerActor, run), settings, *patience_of(run))
+        return learner, PolicyGradientStages(run, learner)
+
+    return run_loop(run, lambda _: place)
+
+
+def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
+    """Run the loop of any kind of run to its end; a run directory that holds a checkpoint is continued.
+
+    Args:
+        run: the configuration.
+        prepare: refuses what is wrong with the run's own settings, before anything is allocated, and returns what
+            places its learner, called once the cluster is joined and the replicas are on their way.
+
+    Returns:
+        0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
+    """
     start_s = time.monotonic()
     run_dir = Path(run.run_dir).resolve()
-    model_dir = Path(run.model_dir).resolve()
     parts = load_parts(
-        model_dir,
+        Path(run.model_dir).resolve(),
         run.tasks,
         max_prompt_tokens=run.max_prompt_tokens,
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
     check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
+    place = prepare(parts)
     run_dir.mkdir(parents=True, exist_ok=True)
     with losses_named(), ExitStack() as stack:
         tracker = stack.enter_context(Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)))
@@ -65,10 +91,12 @@ def main(run: RLRun) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         stack.callback(parts.grader.close)
         environment = _place_sandboxes(run, parts, run_dir) if parts.needs_sandboxes else parts.environment
-        rollout, learner = _place(run, parts, run_dir, model_dir, environment)
+        rollout = _place_replicas(run, parts, run_dir, environment)
+        learner, stages = place()
         check_quantised(learner.quantised(), parts.model_config, run.precision)
         outcome = Controller(
             run,
+            stages=stages,
             tasks=parts.tasks,
             encoder=parts.encoder,
             rollout=rollout,
@@ -110,7 +138,7 @@ def losses_named() -> Generator[None]:
         ) from error
 
 
-def _place_sandboxes(run: RLRun, parts: Parts, run_dir: Path) -> EnvironmentConfig | None:
+def _place_sandboxes(run: LoopRun, parts: Parts, run_dir: Path) -> EnvironmentConfig | None:
     """Start the actors that have sandboxes, see that they can make the run's, and say who holds those of completions:
     replicas, or actors of their own."""
     transports, missing = sandbox_actors(run.sandbox.container, run_dir)
@@ -130,15 +158,12 @@ def _place_sandboxes(run: RLRun, parts: Parts, run_dir: Path) -> EnvironmentConf
     return with_agents(parts.environment, ActorAccess(actors, kept=shared))
 
 
-def _place(
-    run: RLRun, parts: Parts, run_dir: Path, model_dir: Path, answering: EnvironmentConfig | None
-) -> tuple[Supervisor, LearnerPool]:
-    """Start one actor a replica, which is replaced when it is lost, and one a learner rank, which is not."""
-    environment = {"env_vars": library_environment()}
+def _place_replicas(run: LoopRun, parts: Parts, run_dir: Path, answering: EnvironmentConfig | None) -> Supervisor:
+    """Start one actor a replica, which is replaced when it is lost."""
     names = [f"engine-{index}" for index in range(run.rollout.engines)]
     host = RayHost(
         lambda index: RolloutActor.options(
-            **placement_options(run.cluster.replica_resources), runtime_env=environment
+            **placement_options(run.cluster.replica_resources), runtime_env=_process_environment()
         ).remote(
             names[index],
             run_dir / "wal" / names[index],
@@ -150,32 +175,46 @@ def _place(
         run.cluster.replica_resources,
     )
     drain_file = DrainFile(run_dir / DRAIN_NAME, names, announce=console.say)
-    rollout = Supervisor(host, names, run.rollout, notices=drain_file.read, announce=console.say)
-    settings = LearnerSettings(
-        model_dir=str(model_dir),
-        algorithm=run.algo,
-        optim=run.optim,
-        precision=run.precision,
-        temperature=run.sampling.temperature,
-        threads=run.cluster.learner_threads,
-        balance=run.balance,
-        recompute=run.recompute,
-        seed=run.seed,
-    )
-    rendezvous = new_rendezvous(run_dir)
+    return Supervisor(host, names, run.rollout, notices=drain_file.read, announce=console.say)
+
+
+def policy_settings(run: LoopRun) -> dict[str, Any]:
+    """Return what every rank is told of a run, the fields of ``PolicySettings``."""
+    return {
+        "model_dir": str(Path(run.model_dir).resolve()),
+        "optim": run.optim,
+        "precision": run.precision,
+        "temperature": run.sampling.temperature,
+        "threads": run.cluster.learner_threads,
+        "balance": run.balance,
+        "recompute": run.recompute,
+        "seed": run.seed,
+    }
+
+
+def rank_actors(actor_class: Any, run: LoopRun) -> list[Any]:
+    """Start one actor a rank of the learner, which is not replaced; rank 0 first."""
+    rendezvous = new_rendezvous(Path(run.run_dir).resolve())
     num_ranks = run.cluster.learner_ranks
-    asked = run.cluster.learner_resources
-    learners = [
-        LearnerActor.options(**placement_options(asked), runtime_env=environment).remote(
-            rank, num_ranks, rendezvous, run.cluster.rank_timeout_s
-        )
+    return [
+        actor_class.options(
+            **placement_options(run.cluster.learner_resources), runtime_env=_process_environment()
+        ).remote(rank, num_ranks, rendezvous, run.cluster.rank_timeout_s)
         for rank in range(num_ranks)
     ]
+
+
+def patience_of(run: LoopRun) -> tuple[Patience, Mapping[str, float]]:
+    """Return how long the ranks are waited for, and what each asks of its node; see ``Ranks``."""
     patience = Patience(start_s=run.rollout.start_timeout_s, silent_s=run.cluster.learner_heartbeat_timeout_s)
-    return rollout, LearnerPool(learners, settings, patience, asked)
+    return patience, run.cluster.learner_resources
 
 
-def _report(run: RLRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, seconds: float) -> None:
+def _process_environment() -> dict[str, Any]:
+    return {"env_vars": library_environment()}
+
+
+def _report(run: LoopRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, seconds: float) -> None:
     tasks = {
         before.task: {"eval_before": before.accuracy, "eval_after": after.accuracy}
         for before, after in zip(outcome.before, outcome.after, strict=True)

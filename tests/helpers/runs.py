@@ -20,6 +20,7 @@ from rollforward.rl.controller import Controller
 from rollforward.rl.conversations import tokenizer_texts
 from rollforward.rl.learner import Learner, LearnerSettings
 from rollforward.rl.setup import load_parts
+from rollforward.rl.stages import PolicyGradientStages
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Task
 from rollforward.rl.tracker import Tracker
@@ -174,5 +175,13 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
     rollout = LocalRollout(replicas)
     tracker = Tracker(run_dir, run.tracker, run_config={})
     tasks: list[Any] = [HashScored(task) for task in parts.tasks]
-    controller = Controller(run, tasks=tasks, encoder=parts.encoder, rollout=rollout, learner=learner, tracker=tracker)
+    controller = Controller(
+        run,
+        stages=PolicyGradientStages(run, learner),
+        tasks=tasks,
+        encoder=parts.encoder,
+        rollout=rollout,
+        learner=learner,
+        tracker=tracker,
+    )
     return controller, learner, rollout

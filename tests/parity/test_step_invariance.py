@@ -135,7 +135,7 @@ def _step(model_dir: Path, step_dir: Path, plans: Sequence[MicroBatchPlan], **ch
     """A fresh learner's first step: this rank's loss, the gradients that reach AdamW before they are clipped, and
     metrics."""
     learner = _learner(model_dir, **changes)
-    trainer = learner._trainer
+    trainer = learner.trainer
     optimizer = trainer._optimizer
     begin, train_step = optimizer.begin, trainer.train_step
     gradients: dict[str, Tensor] = {}

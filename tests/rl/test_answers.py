@@ -126,7 +126,7 @@ def test_a_killed_loop_keeps_its_wandb_run(tmp_path: Path, monkeypatch: pytest.M
         tracker={"mode": "offline", "answers_every_steps": 3},
     )
     controller, learner, rollout = build_controller(run)
-    controller._learner = _Kill(learner, 4)  # type: ignore[assignment]
+    controller._stages._learner = _Kill(learner, 4)  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         controller.run()
     for replica in rollout.replicas:

@@ -123,7 +123,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     """Sampled tokens of the interrupted step are answered from the log, not drawn again."""
     run = small_run(tmp_path / "run", model_dir, checkpoint_every_steps=checkpoint_every_steps)
     controller, learner, rollout = build_controller(run)
-    controller._learner = _DyingLearner(learner, dies_at, after_update=after_update)  # type: ignore[assignment]
+    controller._stages._learner = _DyingLearner(learner, dies_at, after_update=after_update)  # type: ignore[attr-defined]
     with pytest.raises(_KilledError):
         controller.run()
     for replica in rollout.replicas:
@@ -164,7 +164,7 @@ def test_samples_stay_until_a_checkpoint_covers_their_step(model_dir: Path, tmp_
     run = small_run(tmp_path / "run", model_dir, checkpoint_every_steps=2, steps=5, keep_samples=keep_samples)
     controller, learner, rollout = build_controller(run)
     watching = _WatchingLearner(learner, tmp_path / "run")
-    controller._learner = watching  # type: ignore[assignment]
+    controller._stages._learner = watching  # type: ignore[attr-defined]
     controller.run()
     rollout.close()
     names = [f"step_{step:06d}" for step in range(5)]
@@ -183,7 +183,7 @@ def test_a_run_that_was_killed_between_writing_samples_and_learning_ends_with_th
     removed."""
     run = small_run(tmp_path / "run", model_dir)
     controller, learner, rollout = build_controller(run)
-    controller._learner = _DyingLearner(learner, 2, after_update=False)  # type: ignore[assignment]
+    controller._stages._learner = _DyingLearner(learner, 2, after_update=False)  # type: ignore[attr-defined]
     with pytest.raises(_KilledError):
         controller.run()
     for replica in rollout.replicas:
@@ -277,7 +277,7 @@ def test_a_damaged_log_is_named_and_its_requests_are_sampled_again_or_left_out(
     there are sampled again to the same weights, or, where that was their last attempt, the run goes on without them."""
     replicas = {"threads": 1, "wal": {"level": "process"}, "engines": 2, "max_attempts": max_attempts}
     controller, learner, rollout = build_controller(small_run(tmp_path / "run", model_dir, rollout=replicas))
-    controller._learner = _DyingLearner(learner, 1, after_update=False)  # type: ignore[assignment]
+    controller._stages._learner = _DyingLearner(learner, 1, after_update=False)  # type: ignore[attr-defined]
     with pytest.raises(_KilledError):
         controller.run()
     for replica in rollout.replicas:

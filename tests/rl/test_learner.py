@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_with_its_micro_batch_an
     learner = _learner(model_dir)
     good = write_step(tmp_path / "good", 11, _batch())
     learner.update(good, PLANS)
-    before = {name: master.clone() for name, master in learner._trainer.masters().items()}
+    before = {name: master.clone() for name, master in learner.trainer.masters().items()}
     step_dir = write_step(tmp_path / "bad", 12, _spoiled(_batch(), 4, value))
     message = (
         rf"^step 1, micro-batch 2 of 3 in {step_dir}: the loss is -?(nan|inf); it must be finite\."
@@ -122,9 +122,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_with_its_micro_batch_an
     )
     with pytest.raises(NonFiniteLossError, match=message):
         learner.update(step_dir, PLANS)
-    after = learner._trainer.masters()
+    after = learner.trainer.masters()
     assert all(torch.equal(after[name], master) for name, master in before.items())
-    assert learner._trainer.num_steps == 1
+    assert learner.trainer.num_steps == 1
     learner.update(good, PLANS)
 
 
