@@ -1,0 +1,106 @@
+"""Whether a teacher speaks of the student's tokens, told before anything is allocated.
+
+A divergence compares two distributions id by id, so an id must be the same text to both. Architectures may differ:
+width, layers and experts are a teacher's own affair.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from rollforward.distill.errors import TeacherError, TeacherMismatchError
+from rollforward.model.checkpoint_headers import load_checkpoint_config
+from rollforward.model.config import ModelConfig
+from rollforward.model.encoding_version import LATER, EncodingVersion, find_encoding_version
+from rollforward.model.errors import ModelError
+from rollforward.model.tokenizer import Tokenizer
+
+_ANOTHER = "Take a teacher that was trained with the student's tokenizer"
+
+
+class _Speaker(NamedTuple):
+    """What a model directory says of its tokens."""
+
+    config: ModelConfig
+    spellings: Mapping[int, str]
+    """Of every entry, by id."""
+    control_ids: frozenset[int]
+    """Ids that plain text never becomes."""
+    encoding: EncodingVersion
+
+
+class _Difference(NamedTuple):
+    """What the teacher has otherwise than the student."""
+
+    what: str
+    of_teacher: object
+    of_student: object
+    rule: str
+    """What must hold, and the way out."""
+
+
+def check_teachers(teachers: Mapping[str, Path], student_dir: Path, *, longest_tokens: int) -> None:
+    """Refuse teachers whose distribution would be read at the wrong ids, or that cannot read the longest sequence.
+
+    Args:
+        teachers: local model directories by name. student_dir: the student's.
+        longest_tokens: most tokens of a sequence of the run, prompt and completion together.
+
+    Raises:
+        TeacherMismatchError: names the teacher, what differs, both values, the rule and the way out.
+        TeacherError: a teacher's directory lacks a file that says so, or has an unusable one.
+        ConfigError, CheckpointError, TokenizerError, EncodingError: the student's does.
+    """
+    student = _speaker(student_dir)
+    for name, directory in teachers.items():
+        try:
+            teacher = _speaker(directory)
+        except ModelError as error:
+            raise TeacherError(f"teacher {name}: {error}") from error
+        found = next(_differences(teacher, student), None)
+        if found is not None:
+            raise TeacherMismatchError(
+                f"teacher {name} in {directory}: {found.what} is {found.of_teacher}, of the student in {student_dir} it"
+                f" is {found.of_student}; {found.rule}"
+            )
+        longest = teacher.config.max_position_embeddings
+        if longest < longest_tokens:
+            raise TeacherMismatchError(
+                f"teacher {name} in {directory}: max_position_embeddings is {longest}, sequences of this run have up to"
+                f" {longest_tokens} tokens; a teacher reads all of them. Lower the run's limits on prompts and"
+                " completions, or take a teacher that reads more"
+            )
+
+
+def _speaker(directory: Path) -> _Speaker:
+    config = load_checkpoint_config(directory, is_announced=False)
+    entries = tokenizers.Tokenizer.from_str(Tokenizer.load(directory).serialized)
+    spellings = {index: spelling for spelling, index in entries.get_vocab(with_added_tokens=True).items()}
+    control_ids = frozenset(entries.get_added_tokens_decoder())
+    return _Speaker(config, spellings, control_ids, find_encoding_version(directory) or LATER)
+
+
+def _differences(teacher: _Speaker, student: _Speaker) -> Iterator[_Difference]:
+    for field in ("vocab_size", "bos_token_id", "eos_token_id"):
+        of_teacher, of_student = getattr(teacher.config, field), getattr(student.config, field)
+        if of_teacher != of_student:
+            yield _Difference(field, of_teacher, of_student, f"both must have the same. {_ANOTHER}")
+    for index in sorted(teacher.spellings.keys() | student.spellings.keys()):
+        of_teacher, of_student = _entry(teacher, index), _entry(student, index)
+        if of_teacher != of_student:
+            rule = f"an id must be the same text to both. {_ANOTHER}"
+            yield _Difference(f"entry {index} of tokenizer.json", of_teacher, of_student, rule)
+    if teacher.encoding != student.encoding:
+        rule = (
+            "both must read the same text of a conversation. Take a teacher of that encoding, or correct encoding.json"
+        )
+        yield _Difference("the encoding of conversations", teacher.encoding.name, student.encoding.name, rule)
+
+
+def _entry(speaker: _Speaker, index: int) -> str:
+    if index not in speaker.spellings:
+        return "absent"
+    kind = "control token" if index in speaker.control_ids else "text"
+    return f"{kind} {speaker.spellings[index]!r}"

@@ -1,0 +1,243 @@
+"""Where a teacher's files are: a local directory as it is, or a URL that is fetched once into a folder of this host.
+
+    cache_dir/0f3a.../           the teacher's *.json and *.safetensors, each under its name only when it is whole
+                FETCHED          the URL, and of each whole file its size and what the remote said of it
+              0f3a....lock       held with flock by the process that fetches; the others wait and find everything there
+
+The folder is named by a hash of the URL. A fetch that was killed goes on with the file that it was at. The remote is
+asked each time, so a file that changed there is told and fetched anew: what is returned is what the remote has now.
+
+Here: files and their sizes. Not here: what is in them (teacher_weights.py), whose tokens they speak
+(compatibility.py).
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollforward.conf import console
+from rollforward.conf.errors import first_line
+from rollforward.distill.config import TeacherConfig
+from rollforward.distill.errors import TeacherError, TeacherReadError
+from rollforward.model.safetensors_stream import sync_path
+from rollforward.rollout.wal_files import replace_file
+
+_CONFIG_NAME = "config.json"
+_RECORD_NAME = "FETCHED"  # no name that a teacher's file may have
+_SUFFIXES = (".json", ".safetensors")
+"""All that a teacher needs; a repository may hold the same weights in other formats, and pictures."""
+
+_STAMP_KEYS = ("etag", "md5hash", "content-md5", "generation", "mtime", "lastmodified", "last-modified", "created")
+"""What file systems say of a file that is another when the file is, best first, in lower case."""
+
+
+class _Fetched(msgspec.Struct, frozen=True, kw_only=True):
+    """One file as the remote described it."""
+
+    num_bytes: int | None
+    """None where the remote does not say."""
+    stamp: str
+    """Changes when the file does; empty where the remote says nothing of the kind."""
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of `FETCHED`, as JSON."""
+
+    url: str
+    files: dict[str, _Fetched]
+
+
+class _Remote(NamedTuple):
+    """A directory of some file system."""
+
+    url: str
+    filesystem: Any
+    """fsspec's."""
+    paths: Mapping[str, str]
+    """By name of file."""
+    files: Mapping[str, _Fetched]
+    """By the same names."""
+
+
+def locate(name: str, config: TeacherConfig, store: str | None) -> str:
+    """Return where a teacher's files are, a path or a URL.
+
+    Args:
+        name: the teacher. config: its own. store: `teacher_store` of the run.
+
+    Raises:
+        TeacherError: neither of the two says.
+    """
+    if config.model_dir is not None:
+        return config.model_dir
+    if store is None:
+        raise TeacherError(
+            f"teachers.{name} has no model_dir and teacher_store is not set; nobody knows where it lies. Set one of"
+            " them"
+        )
+    return f"{store.rstrip('/')}/{name}"
+
+
+def fetch(url: str, cache_dir: Path) -> Path:
+    """Return a local directory with a teacher's files, for which a URL is fetched where it is not there yet.
+
+    Args:
+        url: a path, or any URL that fsspec knows.
+        cache_dir: made if absent. Processes of one host may call this at the same time; one fetches.
+
+    Raises:
+        TeacherError: there is no model directory, nothing on this machine speaks the protocol, or the disk has no room.
+        TeacherReadError: the remote fails, or a file does not arrive whole. Whole files stay for the next call.
+    """
+    if "://" not in url:
+        directory = Path(url).expanduser()
+        _check_names(url, [path.name for path in directory.iterdir()] if directory.is_dir() else None)
+        return directory
+    cache_dir = cache_dir.expanduser()
+    directory = cache_dir / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory.with_name(directory.name + ".lock")):
+            _complete(directory, _listed(url))
+    except OSError as error:  # the remote's are told in other types
+        raise TeacherReadError(
+            f"{url} cannot be kept in {directory}: {error}. Put the disk right, or set teacher_cache.directory"
+        ) from error
+    return directory
+
+
+def _check_names(place: str, names: list[str] | None) -> None:
+    """Refuse what is no model directory; None stands for what is no directory."""
+    if names is None:
+        raise TeacherError(f"{place} is no directory; a teacher is a model directory. Correct its model_dir")
+    if _CONFIG_NAME not in names or not any(name.endswith(".safetensors") for name in names):
+        lacks = _CONFIG_NAME if _CONFIG_NAME not in names else ".safetensors file"
+        raise TeacherError(
+            f"{place} has no {lacks}; a teacher is a model directory in the official layout. Correct its model_dir"
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Wait for the lock, however long the fetch of its holder takes."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _listed(url: str) -> _Remote:
+    """What the remote has now."""
+    # Late: it costs a while, and a run whose teachers are local does without.
+    import fsspec
+
+    try:
+        filesystem, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise TeacherError(
+            f"{url}: {first_line(error)}; a teacher's URL is one that fsspec knows. Install what it asks for, or"
+            " fetch the directory yourself and set model_dir to it"
+        ) from error
+    try:
+        filesystem.invalidate_cache()
+        if not filesystem.isdir(root):
+            raise TeacherError(f"{url} is no directory there; a teacher is a model directory. Correct its model_dir")
+        paths = {str(path).rstrip("/").rsplit("/", 1)[-1]: str(path) for path in filesystem.ls(root, detail=False)}
+        paths = {name: path for name, path in sorted(paths.items()) if name.endswith(_SUFFIXES)}
+        described = {name: filesystem.info(path) for name, path in paths.items()}
+    except TeacherError:
+        raise
+    except Exception as error:  # every file system has its own
+        raise _failed(url, error) from error
+    paths = {name: path for name, path in paths.items() if described[name].get("type", "file") == "file"}
+    _check_names(url, list(paths))
+    return _Remote(url, filesystem, paths, {name: _described(described[name]) for name in paths})
+
+
+def _described(info: Mapping[str, Any]) -> _Fetched:
+    lowered = {key.lower(): value for key, value in info.items()}
+    said = [f"{key} {lowered[key]}" for key in _STAMP_KEYS if lowered.get(key)]
+    return _Fetched(num_bytes=info.get("size"), stamp=said[0] if said else "")
+
+
+def _failed(url: str, error: Exception) -> TeacherReadError:
+    return TeacherReadError(
+        f"{url} cannot be read: {first_line(error)}. Look at the network and at who may read it, and start again; files"
+        " that arrived whole are kept"
+    )
+
+
+def _complete(directory: Path, remote: _Remote) -> None:
+    """Make the directory's files those of the remote."""
+    known = _recorded(directory)
+    kept = {
+        name: one for name, one in known.items() if remote.files.get(name) == one and _is_whole(directory, name, one)
+    }
+    changed = sorted(name for name, one in known.items() if remote.files.get(name) != one)
+    if changed:
+        console.say(f"{remote.url}: {', '.join(changed)} changed since it was fetched; what is there now is fetched")
+    for path in directory.iterdir():
+        if path.name not in (*kept, _RECORD_NAME):
+            path.unlink()  # of another version, or half: either would be read as part of this one
+    missing = [name for name in remote.files if name not in kept]
+    _check_room(directory, remote, missing)
+    for name in missing:
+        _fetch_file(directory, remote, name)
+        kept[name] = remote.files[name]
+        _write_record(directory, _Record(url=remote.url, files=kept))
+    if kept != known and not missing:
+        _write_record(directory, _Record(url=remote.url, files=kept))
+
+
+def _recorded(directory: Path) -> dict[str, _Fetched]:
+    try:
+        return msgspec.json.decode((directory / _RECORD_NAME).read_bytes(), type=_Record).files
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeError):
+        return {}  # what is not recorded is fetched again
+
+
+def _write_record(directory: Path, record: _Record) -> None:
+    replace_file(directory / _RECORD_NAME, msgspec.json.encode(record))
+
+
+def _is_whole(directory: Path, name: str, one: _Fetched) -> bool:
+    path = directory / name
+    return path.is_file() and one.num_bytes in (None, path.stat().st_size)
+
+
+def _check_room(directory: Path, remote: _Remote, names: list[str]) -> None:
+    needed = sum(remote.files[name].num_bytes or 0 for name in names)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise TeacherError(
+            f"{remote.url}: {needed} bytes are to be fetched into {directory}, where {free} are free. Make room, or set"
+            " teacher_cache.directory"
+        )
+
+
+def _fetch_file(directory: Path, remote: _Remote, name: str) -> None:
+    """Fetch one file; it has its name only when it is whole and durable."""
+    partial, expected = directory / f".{name}.partial", remote.files[name].num_bytes
+    console.say(f"fetching {name} of {remote.url}" + ("" if expected is None else f", {expected} bytes"))
+    try:
+        remote.filesystem.get_file(remote.paths[name], str(partial))
+    except Exception as error:  # every file system has its own
+        raise _failed(remote.paths[name], error) from error
+    found = partial.stat().st_size
+    if expected not in (None, found):
+        partial.unlink()
+        raise TeacherReadError(
+            f"{name} of {remote.url} arrived with {found} bytes, and has {expected}; it must be whole. Start again; if"
+            " it happens again, fetch the directory yourself and set model_dir to it"
+        )
+    sync_path(partial)
+    partial.rename(directory / name)

@@ -1,0 +1,133 @@
+"""Proves: a teacher whose ids mean something else than the student's is refused before any weight is read, by teacher,
+thing and both values; one that differs in architecture alone is not."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollforward.distill.compatibility import check_teachers
+from rollforward.distill.errors import TeacherError, TeacherMismatchError
+from rollforward.model.config import ModelConfig, config_json
+from rollforward.model.errors import TokenizerError
+from rollforward.model.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from tests.helpers.tiny import oracle_config, tiny_config
+
+TOKENIZER = train_tokenizer(["7 plus 8 is 15", "9 plus 6 is 15"] * 20, TokenizerConfig(vocab_size=320))
+STUDENT = msgspec.structs.replace(tiny_config(), vocab_size=TOKENIZER.vocab_size)
+
+
+def write(directory: Path, config: ModelConfig = STUDENT, tokenizer: str = TOKENIZER.serialized) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config_json(config)))
+    (directory / "tokenizer.json").write_text(tokenizer)
+    return directory
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> str:
+    entries = json.loads(TOKENIZER.serialized)
+    change(entries)
+    return json.dumps(entries)
+
+
+@pytest.fixture
+def student(tmp_path: Path) -> Path:
+    return write(tmp_path / "student")
+
+
+def refusal(student: Path, teacher: Path, longest_tokens: int = 16) -> str:
+    alike = write(student.parent / "alike")
+    with pytest.raises(TeacherMismatchError) as caught:
+        check_teachers({"alike": alike, "maths": teacher}, student, longest_tokens=longest_tokens)
+    message = str(caught.value)
+    assert message.startswith(f"teacher maths in {teacher}: "), message
+    return message
+
+
+def test_an_equal_and_a_wider_deeper_teacher_pass(student: Path) -> None:
+    other = msgspec.structs.replace(oracle_config(), vocab_size=STUDENT.vocab_size)
+    assert (other.hidden_size, other.num_hidden_layers) != (STUDENT.hidden_size, STUDENT.num_hidden_layers)
+    teachers = {"alike": write(student.parent / "alike"), "other": write(student.parent / "other", other)}
+    check_teachers(teachers, student, longest_tokens=STUDENT.max_position_embeddings)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "bos_token_id", "eos_token_id"])
+def test_another_number_in_the_configuration(student: Path, field: str) -> None:
+    value = getattr(STUDENT, field)
+    other = msgspec.structs.replace(STUDENT, **{field: value + 64 if field == "vocab_size" else value + 5})
+    message = refusal(student, write(student.parent / "teacher", other))
+    assert f"{field} is {getattr(other, field)}, of the student in {student} it is {value}; both must" in message
+
+
+def test_the_first_id_that_is_another_text_is_named_with_both(student: Path) -> None:
+    tokens = TOKENIZER.encode("79")
+    assert len(set(tokens)) == 2
+
+    def swapped(entries: dict[str, Any]) -> None:
+        vocab = entries["model"]["vocab"]
+        vocab["7"], vocab["9"] = vocab["9"], vocab["7"]
+
+    message = refusal(student, write(student.parent / "teacher", tokenizer=edited(swapped)))
+    first = min(tokens)
+    assert f"entry {first} of tokenizer.json is text '9', of the student in {student} it is text '7'; an id" in message
+
+
+def test_an_entry_that_one_of_them_lacks(student: Path) -> None:
+    last = max(json.loads(TOKENIZER.serialized)["added_tokens"], key=lambda entry: entry["id"])
+
+    def shorter(entries: dict[str, Any]) -> None:
+        entries["added_tokens"] = [entry for entry in entries["added_tokens"] if entry["id"] != last["id"]]
+
+    message = refusal(student, write(student.parent / "teacher", tokenizer=edited(shorter)))
+    assert re.search(rf"entry {last['id']} .* is absent, of the .* is control token '{last['content']}'", message)
+    with pytest.raises(TeacherMismatchError, match=f"is control token '{last['content']}', of .* is absent"):
+        check_teachers({"a": student}, student.parent / "teacher", longest_tokens=8)
+
+
+def test_a_control_token_that_is_plain_text_to_the_teacher(student: Path) -> None:
+    entry = next(one for one in json.loads(TOKENIZER.serialized)["added_tokens"] if one["content"] == "<｜title｜>")
+
+    def plain(entries: dict[str, Any]) -> None:
+        entries["added_tokens"].remove(entry)
+        entries["model"]["vocab"]["<｜title｜>"] = entry["id"]
+
+    message = refusal(student, write(student.parent / "teacher", tokenizer=edited(plain)))
+    assert "is text '<｜title｜>', of" in message
+    assert "is control token '<｜title｜>'; an id" in message
+
+
+def test_another_encoding_and_one_that_is_not_stated(student: Path) -> None:
+    teacher = write(student.parent / "teacher")
+    (teacher / "encoding.json").write_text('{"encoding": "v4-0731"}')
+    check_teachers({"a": teacher}, student, longest_tokens=8)
+    (teacher / "encoding.json").write_text('{"encoding": "v4-0424"}')
+    message = refusal(student, teacher)
+    assert "the encoding of conversations is v4-0424, of" in message
+    assert "it is v4-0731; both must" in message
+
+
+def test_a_teacher_that_cannot_read_the_longest_sequence(student: Path) -> None:
+    short = write(student.parent / "teacher", msgspec.structs.replace(STUDENT, max_position_embeddings=64))
+    check_teachers({"a": short}, student, longest_tokens=64)
+    assert "max_position_embeddings is 64, sequences of this run have up to 65 tokens" in refusal(student, short, 65)
+
+
+def test_a_directory_without_what_is_compared_is_named_by_teacher(student: Path) -> None:
+    teacher = write(student.parent / "teacher")
+    (teacher / "tokenizer.json").unlink()
+    with pytest.raises(TeacherError, match=f"teacher maths: {teacher}/tokenizer.json: the tokenizer cannot be read"):
+        check_teachers({"maths": teacher}, student, longest_tokens=8)
+    (teacher / "config.json").write_text("{}")
+    with pytest.raises(TeacherError, match=r"teacher maths: .*config\.json"):
+        check_teachers({"maths": teacher}, student, longest_tokens=8)
+    (student / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError):
+        check_teachers({}, student, longest_tokens=8)
+
+
+def test_the_helper_writes_what_it_says(student: Path) -> None:
+    assert Tokenizer.load(student).serialized == TOKENIZER.serialized
