@@ -29,6 +29,10 @@ class HiddenCacheError(DistillError, RuntimeError):
     them. Stop; the same command with the same run_dir scores anew what is missing."""
 
 
+class HiddenRoomError(DistillError, ValueError):
+    """A step may need more room for hidden vectors than it may have. Stop before anything is allocated."""
+
+
 class CanaryError(DistillError, RuntimeError):
     """The student as its own teacher is not at distance 0 from itself. Stop before the first step: a path that is wrong
     for this teacher is wrong for all."""

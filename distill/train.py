@@ -1,0 +1,100 @@
+"""Entry point of `rollforward distill`: find and check the teachers, then the loop of `rl/train.py` with stages of its
+own (stages.py)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollforward.conf.console import say
+from rollforward.distill.actors import DistillActor, DistillPool
+from rollforward.distill.compatibility import check_teacher
+from rollforward.distill.config import DistillRun
+from rollforward.distill.errors import HiddenRoomError
+from rollforward.distill.hidden_cache import HIDDEN_NAME
+from rollforward.distill.hidden_shard import worst_case_bytes
+from rollforward.distill.learner import DistillSettings
+from rollforward.distill.schedule import check_routing
+from rollforward.distill.stages import DistillStages, max_hidden_bytes
+from rollforward.distill.teacher_files import fetch, locate
+from rollforward.distill.teacher_source import TeacherSource, describe_teacher
+from rollforward.rl.setup import Parts
+from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop
+
+
+def main(run: DistillRun) -> int:
+    """Run the loop to its end; a run directory that holds a checkpoint is continued.
+
+    Returns:
+        0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
+    """
+    check_routing(run.teachers, run.routing, [task.name for task in run.tasks])
+
+    def prepare(parts: Parts) -> Place:
+        urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
+        teachers = find_teachers(run, parts, urls)
+        check_room(run, teachers)
+
+        def place() -> tuple[DistillPool, DistillStages]:
+            settings = DistillSettings(
+                loss=run.loss,
+                keep_routing=run.keep_routing,
+                teachers=teachers,
+                teacher_urls=urls,
+                teacher_cache_dir=str(_cache_dir(run)),
+                hidden_root=str(Path(run.run_dir).resolve() / HIDDEN_NAME),
+                max_hidden_bytes=max_hidden_bytes(run),
+                **policy_settings(run),
+            )
+            learner = DistillPool(rank_actors(DistillActor, run), settings, *patience_of(run))
+            return learner, DistillStages(run, learner, teachers)
+
+        return place
+
+    return run_loop(run, prepare)
+
+
+def find_teachers(run: DistillRun, parts: Parts, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
+    """Fetch the teachers that are elsewhere, see that they speak of the student's tokens, and read each once.
+
+    Raises:
+        TeacherError, TeacherMismatchError, TeacherReadError: names the teacher.
+        CheckpointError, ConfigError: its files are no model's.
+    """
+    longest = run.max_prompt_tokens + max(
+        task.budget(run.sampling.max_new_tokens) + task.max_observed_tokens for task in run.tasks
+    )
+    found: dict[str, TeacherSource] = {}
+    for name in sorted(urls):
+        directory = fetch(urls[name], _cache_dir(run))
+        check_teacher(name, directory, student_dir=Path(run.model_dir), longest_tokens=longest)
+        found[name] = describe_teacher(name, directory)
+        say(f"teacher {name}: {directory}, version {found[name].version[:12]}")
+    return found
+
+
+def check_room(run: DistillRun, teachers: Mapping[str, TeacherSource]) -> None:
+    """Refuse a run one of whose steps may need more room for hidden vectors than it has.
+
+    Raises:
+        HiddenRoomError: names what a step may need, what it has, and the ways out.
+    """
+    shares = len(teachers) if run.routing == "all" else 1
+    if run.routing == "task":
+        shares = max(sum(task.name in teacher.tasks for teacher in run.teachers.values()) for task in run.tasks)
+    needed = worst_case_bytes(
+        num_sequences=run.prompts_per_step * run.samples_per_prompt,
+        max_new_tokens=max(task.budget(run.sampling.max_new_tokens) for task in run.tasks),
+        width=max(source.width for source in teachers.values()),
+        precision=run.precision,
+        passes=shares,
+    )
+    if needed > max_hidden_bytes(run):
+        raise HiddenRoomError(
+            f"a step may need {needed / 2**30:.3g} GiB of hidden vectors (prompts_per_step x samples_per_prompt x the"
+            f" longest completion x the width of a teacher x teachers of a token);"
+            f" teacher_cache.max_hidden_gib is {run.teacher_cache.max_hidden_gib:g}. Raise it if the disk of run_dir"
+            " has the room, or sample less in a step"
+        )
+
+
+def _cache_dir(run: DistillRun) -> Path:
+    return Path(run.teacher_cache.directory).expanduser()

@@ -1,0 +1,110 @@
+"""A small run of distillation without Ray: real tasks, teachers, student, replicas, log and cache, in one process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollforward.distill.config import DistillRun
+from rollforward.distill.hidden_cache import HIDDEN_NAME
+from rollforward.distill.learner import Canary, DistillLearner, DistillSettings
+from rollforward.distill.schedule import TeacherPlan
+from rollforward.distill.stages import DistillStages, max_hidden_bytes
+from rollforward.distill.train import find_teachers
+from rollforward.model.metrics import Metric
+from rollforward.rl.controller import Controller
+from rollforward.rl.setup import load_parts
+from rollforward.rl.tracker import Tracker
+from rollforward.rl.train import policy_settings
+from rollforward.rollout.replica import Replica
+from tests.helpers.ranks import join_alone
+from tests.helpers.runs import TASK, LocalRollout
+
+OTHER_TASK = TASK | {"name": "other", "seed": 7}
+
+
+def small_distill(run_dir: Path, model_dir: Path, teachers: dict[str, Any], **changes: Any) -> DistillRun:
+    """A run of 3 steps with 4 prompts of two tasks."""
+    values: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model_dir": str(model_dir),
+        "teachers": teachers,
+        "tasks": [TASK, OTHER_TASK],
+        "optim": {"type": "adamw", "lr": 1e-3},
+        "sampling": {"max_new_tokens": 6},
+        "steps": 3,
+        "prompts_per_step": 6,
+        "micro_batch_tokens": 64,
+        "max_prompt_tokens": 40,
+        "eval": {"prompts": 4, "every_steps": 3},
+        "checkpoint_every_steps": 1,
+        "tracker": {"mode": "disabled"},
+        "rollout": {"threads": 1, "wal": {"level": "process"}},
+        "cluster": {"learner_threads": 1},
+    }
+    return msgspec.convert(values | changes, DistillRun)
+
+
+class LocalPool:
+    """One learner of distillation behind the interface of the pool."""
+
+    def __init__(self, learner: DistillLearner) -> None:
+        self.learner = learner
+
+    def canary(self, weights_dir: Path) -> list[Canary]:
+        return [self.learner.canary(weights_dir)]
+
+    def score(
+        self, step: int, step_dir: Path, plans: Sequence[TeacherPlan], missing: Sequence[int]
+    ) -> tuple[Metric, ...]:
+        return self.learner.score(step, step_dir, plans, missing)
+
+    def update(self, step: int, step_dir: Path, plans: Sequence[TeacherPlan]) -> tuple[Metric, ...]:
+        return self.learner.update(step, step_dir, plans)
+
+
+def build_distill(run: DistillRun) -> tuple[Controller, LocalPool, LocalRollout]:
+    """Everything of one process of the run, as distill/train.py places it on Ray."""
+    run_dir = Path(run.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    join_alone(run_dir)
+    parts = load_parts(
+        Path(run.model_dir),
+        run.tasks,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_new_tokens=run.sampling.max_new_tokens,
+        sandbox=run.sandbox,
+    )
+    urls = {name: str(teacher.model_dir) for name, teacher in run.teachers.items()}
+    teachers = find_teachers(run, parts, urls)
+    settings = DistillSettings(
+        loss=run.loss,
+        keep_routing=run.keep_routing,
+        teachers=teachers,
+        teacher_urls=urls,
+        teacher_cache_dir=str(run_dir / "teachers"),
+        hidden_root=str(run_dir / HIDDEN_NAME),
+        max_hidden_bytes=max_hidden_bytes(run),
+        **policy_settings(run),
+    )
+    pool = LocalPool(DistillLearner(settings))
+    replica = Replica(
+        "engine-0",
+        run_dir / "wal" / "engine-0",
+        parts.model_config,
+        precision=run.precision,
+        config=run.rollout,
+        environment=parts.environment,
+    )
+    rollout = LocalRollout([replica])
+    controller = Controller(
+        run,
+        stages=DistillStages(run, pool, teachers),
+        tasks=parts.tasks,
+        encoder=parts.encoder,
+        rollout=rollout,
+        learner=pool.learner,
+        tracker=Tracker(run_dir, run.tracker, run_config={}),
+    )
+    return controller, pool, rollout
