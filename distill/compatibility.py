@@ -41,37 +41,36 @@ class _Difference(NamedTuple):
     """What must hold, and the way out."""
 
 
-def check_teachers(teachers: Mapping[str, Path], student_dir: Path, *, longest_tokens: int) -> None:
-    """Refuse teachers whose distribution would be read at the wrong ids, or that cannot read the longest sequence.
+def check_teacher(name: str, directory: Path, *, student_dir: Path, longest_tokens: int) -> None:
+    """Refuse a teacher whose distribution would be read at the wrong ids, or that cannot read the longest sequence.
 
     Args:
-        teachers: local model directories by name. student_dir: the student's.
+        name: of the configuration. directory: its local model directory. student_dir: the student's.
         longest_tokens: most tokens of a sequence of the run, prompt and completion together.
 
     Raises:
         TeacherMismatchError: names the teacher, what differs, both values, the rule and the way out.
-        TeacherError: a teacher's directory lacks a file that says so, or has an unusable one.
+        TeacherError: the teacher's directory lacks a file that says so, or has an unusable one.
         ConfigError, CheckpointError, TokenizerError, EncodingError: the student's does.
     """
     student = _speaker(student_dir)
-    for name, directory in teachers.items():
-        try:
-            teacher = _speaker(directory)
-        except ModelError as error:
-            raise TeacherError(f"teacher {name}: {error}") from error
-        found = next(_differences(teacher, student), None)
-        if found is not None:
-            raise TeacherMismatchError(
-                f"teacher {name} in {directory}: {found.what} is {found.of_teacher}, of the student in {student_dir} it"
-                f" is {found.of_student}; {found.rule}"
-            )
-        longest = teacher.config.max_position_embeddings
-        if longest < longest_tokens:
-            raise TeacherMismatchError(
-                f"teacher {name} in {directory}: max_position_embeddings is {longest}, sequences of this run have up to"
-                f" {longest_tokens} tokens; a teacher reads all of them. Lower the run's limits on prompts and"
-                " completions, or take a teacher that reads more"
-            )
+    try:
+        teacher = _speaker(directory)
+    except ModelError as error:
+        raise TeacherError(f"teacher {name}: {error}") from error
+    found = next(_differences(teacher, student), None)
+    if found is not None:
+        raise TeacherMismatchError(
+            f"teacher {name} in {directory}: {found.what} is {found.of_teacher}, of the student in {student_dir} it"
+            f" is {found.of_student}; {found.rule}"
+        )
+    longest = teacher.config.max_position_embeddings
+    if longest < longest_tokens:
+        raise TeacherMismatchError(
+            f"teacher {name} in {directory}: max_position_embeddings is {longest}, sequences of this run have up to"
+            f" {longest_tokens} tokens; a teacher reads all of them. Lower the run's limits on prompts and"
+            " completions, or take a teacher that reads more"
+        )
 
 
 def _speaker(directory: Path) -> _Speaker:

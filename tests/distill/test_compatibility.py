@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollforward.distill.compatibility import check_teachers
+from rollforward.distill.compatibility import check_teacher
 from rollforward.distill.errors import TeacherError, TeacherMismatchError
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import TokenizerError
@@ -40,9 +40,8 @@ def student(tmp_path: Path) -> Path:
 
 
 def refusal(student: Path, teacher: Path, longest_tokens: int = 16) -> str:
-    alike = write(student.parent / "alike")
     with pytest.raises(TeacherMismatchError) as caught:
-        check_teachers({"alike": alike, "maths": teacher}, student, longest_tokens=longest_tokens)
+        check_teacher("maths", teacher, student_dir=student, longest_tokens=longest_tokens)
     message = str(caught.value)
     assert message.startswith(f"teacher maths in {teacher}: "), message
     return message
@@ -51,8 +50,8 @@ def refusal(student: Path, teacher: Path, longest_tokens: int = 16) -> str:
 def test_an_equal_and_a_wider_deeper_teacher_pass(student: Path) -> None:
     other = msgspec.structs.replace(oracle_config(), vocab_size=STUDENT.vocab_size)
     assert (other.hidden_size, other.num_hidden_layers) != (STUDENT.hidden_size, STUDENT.num_hidden_layers)
-    teachers = {"alike": write(student.parent / "alike"), "other": write(student.parent / "other", other)}
-    check_teachers(teachers, student, longest_tokens=STUDENT.max_position_embeddings)
+    for teacher in (student, write(student.parent / "alike"), write(student.parent / "other", other)):
+        check_teacher("a", teacher, student_dir=student, longest_tokens=STUDENT.max_position_embeddings)
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "bos_token_id", "eos_token_id"])
@@ -85,7 +84,7 @@ def test_an_entry_that_one_of_them_lacks(student: Path) -> None:
     message = refusal(student, write(student.parent / "teacher", tokenizer=edited(shorter)))
     assert re.search(rf"entry {last['id']} .* is absent, of the .* is control token '{last['content']}'", message)
     with pytest.raises(TeacherMismatchError, match=f"is control token '{last['content']}', of .* is absent"):
-        check_teachers({"a": student}, student.parent / "teacher", longest_tokens=8)
+        check_teacher("a", student, student_dir=student.parent / "teacher", longest_tokens=8)
 
 
 def test_a_control_token_that_is_plain_text_to_the_teacher(student: Path) -> None:
@@ -103,7 +102,7 @@ def test_a_control_token_that_is_plain_text_to_the_teacher(student: Path) -> Non
 def test_another_encoding_and_one_that_is_not_stated(student: Path) -> None:
     teacher = write(student.parent / "teacher")
     (teacher / "encoding.json").write_text('{"encoding": "v4-0731"}')
-    check_teachers({"a": teacher}, student, longest_tokens=8)
+    check_teacher("a", teacher, student_dir=student, longest_tokens=8)
     (teacher / "encoding.json").write_text('{"encoding": "v4-0424"}')
     message = refusal(student, teacher)
     assert "the encoding of conversations is v4-0424, of" in message
@@ -112,7 +111,7 @@ def test_another_encoding_and_one_that_is_not_stated(student: Path) -> None:
 
 def test_a_teacher_that_cannot_read_the_longest_sequence(student: Path) -> None:
     short = write(student.parent / "teacher", msgspec.structs.replace(STUDENT, max_position_embeddings=64))
-    check_teachers({"a": short}, student, longest_tokens=64)
+    check_teacher("a", short, student_dir=student, longest_tokens=64)
     assert "max_position_embeddings is 64, sequences of this run have up to 65 tokens" in refusal(student, short, 65)
 
 
@@ -120,13 +119,13 @@ def test_a_directory_without_what_is_compared_is_named_by_teacher(student: Path)
     teacher = write(student.parent / "teacher")
     (teacher / "tokenizer.json").unlink()
     with pytest.raises(TeacherError, match=f"teacher maths: {teacher}/tokenizer.json: the tokenizer cannot be read"):
-        check_teachers({"maths": teacher}, student, longest_tokens=8)
+        check_teacher("maths", teacher, student_dir=student, longest_tokens=8)
     (teacher / "config.json").write_text("{}")
     with pytest.raises(TeacherError, match=r"teacher maths: .*config\.json"):
-        check_teachers({"maths": teacher}, student, longest_tokens=8)
+        check_teacher("maths", teacher, student_dir=student, longest_tokens=8)
     (student / "tokenizer.json").unlink()
     with pytest.raises(TokenizerError):
-        check_teachers({}, student, longest_tokens=8)
+        check_teacher("maths", student, student_dir=student, longest_tokens=8)
 
 
 def test_the_helper_writes_what_it_says(student: Path) -> None:
