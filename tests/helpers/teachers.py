@@ -22,6 +22,7 @@ def write_teacher(
     directory: Path, config: ModelConfig, seed: int, stored: Literal["published", "fp32"] = "published"
 ) -> TeacherSource:
     """Write random weights and return the source, which nobody described."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
     write_checkpoint(directory, config, random_params(config, seed), precision=stored, max_shard_bytes=2**19)
     return TeacherSource(name=directory.name, directory=directory, version=f"seed {seed}", width=config.hidden_size)
 
