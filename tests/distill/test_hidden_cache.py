@@ -298,7 +298,8 @@ from pathlib import Path
 from rollforward.distill.errors import HiddenCacheError
 from rollforward.distill.hidden_cache import HiddenCache
 from tests.distill.test_hidden_cache import KEYS, key_of, values_of
-cache, large = HiddenCache(Path(sys.argv[1]), max_bytes=1 << 40), key_of(1, num_rows=100_000)
+cache = HiddenCache(Path(sys.argv[1]), max_bytes=1 << 40)
+half, large = key_of(1, num_rows=2000), key_of(1, num_rows=100_000)
 def attempt(work):
     try:
         sys.stderr.write(f"done {work()}\\n")
@@ -306,11 +307,14 @@ def attempt(work):
         sys.stderr.write(f"{error}\\n")
 attempt(lambda: cache.begin(7, KEYS))
 attempt(lambda: cache.write(7, 0, KEYS[0], *values_of(KEYS[0])))
-attempt(lambda: cache.write(7, 1, large, *values_of(large)))
+attempt(lambda: cache.write(7, 2, large, *values_of(large)))
 attempt(lambda: cache.write(7, 1, KEYS[1], *values_of(KEYS[1])))
 attempt(lambda: cache.begin(7, KEYS))
 attempt(lambda: cache.begin(7, [KEYS[0], large]))
 attempt(lambda: cache.free(7))
+attempt(lambda: cache.write(7, 0, half, *values_of(half)))
+attempt(lambda: cache.begin(7, [half]))
+attempt(lambda: cache.begin(7, [half, half]))
 attempt(lambda: cache.begin(8, []))
 sys.stderr.write(" ".join(sorted(path.name for path in Path(sys.argv[1]).rglob("*"))) + "\\n")
 """
@@ -323,25 +327,28 @@ def _on_disk(directory: Path, *mount: str) -> list[str]:
 
 
 def test_a_full_disk_is_named_and_not_kept_full(tmp_path: Path) -> None:
-    """A tmpfs of 64 KiB; the large shard takes 1.6 MB."""
-    begun, first, full, second, again, larger, freed, after, left = _on_disk(
+    """A tmpfs of 64 KiB; the large shard takes 2 MB, the half one 40 KB."""
+    begun, first, full, second, again, larger, freed, half, there, twice, after, left = _on_disk(
         tmp_path, "--size", str(1 << 16), "--tmpfs", str(tmp_path)
     )
     assert begun == "done ([0, 1, 2], [])"
     assert first.startswith("done ")
-    assert "0001-math.arrow cannot be written: [Errno 28]" in full, full
+    assert "0002-math.arrow cannot be written: [Errno 28]" in full, full
     assert "Make room on its disk, or lower" in full
     assert second.startswith("done "), "nothing is left of what did not fit"
     assert again == "done ([2], [])"
     assert "step 7: hidden vectors of teachers take" in larger, larger
     assert "free. Make room" in larger
     assert freed == "done None"
+    assert half.startswith("done ")
+    assert there == "done ([], [])", "what is there needs no more room"
+    assert "free. Make room" in twice, twice
     assert (after, left) == ("done ([], [])", "step_000008")
 
 
 def test_a_disk_that_takes_nothing_is_named(cache: HiddenCache, root: Path) -> None:
     fill(cache, [key_of(0)])
-    begun, first, *_, freed, after, left = _on_disk(root, "--ro-bind", str(root), str(root))
+    begun, first, _, _, _, _, freed, *_, after, left = _on_disk(root, "--ro-bind", str(root), str(root))
     assert begun == "done ([1, 2], [])", "what is there needs no writing"
     for line, what in ((first, "0000-code.arrow cannot be written"), (freed, "step_000007 cannot be removed")):
         assert f"{what}: [Errno 30]" in line, line

@@ -121,6 +121,12 @@ def test_any_shape_is_read_and_its_size_is_bounded(
     assert num_bytes <= shard_bytes(key) <= num_bytes + 2048
 
 
+def test_the_size_of_a_shard_of_many_trajectories_is_bounded(tmp_path: Path) -> None:
+    key = key_of(trajectories=tuple(RequestId(1000, prompt, 0) for prompt in range(500)))
+    num_bytes = write_shard(tmp_path / "a", key, *values_of(key))
+    assert num_bytes <= shard_bytes(key) <= num_bytes + 2048
+
+
 def test_views_of_a_larger_tensor_are_written_as_they_are_read(tmp_path: Path) -> None:
     hidden_RE, logprobs_R = values_of(key_of(num_rows=10, width=12))
     write_shard(tmp_path / "a", KEY, hidden_RE[::2, ::2].requires_grad_(), logprobs_R[::2])
@@ -191,6 +197,7 @@ def _mapped(file: Path) -> list[tuple[int, int]]:
 
 
 def test_what_is_read_is_the_map_and_goes_with_the_last_view(file: Path) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
     shard = opened(file, KEY)
     for tensor in (shard.hidden_RE, shard.teacher_logprobs_R):
         assert any(start <= tensor.data_ptr() < end for start, end in _mapped(file))
@@ -200,7 +207,10 @@ def test_what_is_read_is_the_map_and_goes_with_the_last_view(file: Path) -> None
     del part
     assert not _mapped(file)
     assert not isinstance(open_shard(file, key_of(policy_version=4)), CachedShard)
+    file.write_bytes(b"torn")
+    assert not isinstance(open_shard(file, KEY), CachedShard)
     assert not _mapped(file)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_what_was_read_outlives_its_file(file: Path) -> None:
