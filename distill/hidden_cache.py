@@ -24,13 +24,9 @@ from rollforward.distill.hidden_shard import (
     open_shard,
     remove_path,
     shard_bytes,
-    shard_key,
-    worst_case_bytes,
     write_shard,
 )
 from rollforward.model.checkpoint import sync_path
-
-__all__ = ["HIDDEN_NAME", "CachedShard", "HiddenCache", "ShardKey", "expected_bytes", "shard_key", "worst_case_bytes"]
 
 HIDDEN_NAME = "teacher_hidden"
 """Folder of a run directory that holds the hidden vectors of the step that is being learned."""
