@@ -51,6 +51,9 @@ from rollforward.rl.samples import open_step
 from rollforward.rollout.types import RequestId
 from rollforward.rollout.weights import canary_ids
 
+CANARY_NAME = "canary"
+"""Begins the name of a rank's folder for the student's own vectors, which is gone when it has compared them."""
+
 _SELF = "student"
 
 
@@ -117,7 +120,7 @@ class DistillLearner(TrainedPolicy):
         sources, precision = {_SELF: source}, self._settings.precision
         trunks = TeacherShelf(sources, self._groups, precision=precision)
         heads = HeadShelf(sources, precision=precision)
-        root = Path(self._settings.hidden_root) / f"canary-{self._groups.rank}"
+        root = Path(self._settings.hidden_root) / f"{CANARY_NAME}-{self._groups.rank}"
         cache = HiddenCache(root, max_bytes=self._settings.max_hidden_bytes)
         try:
             key = ShardKey(
@@ -137,13 +140,10 @@ class DistillLearner(TrainedPolicy):
             hidden_RD, head_VD = (one.detach().requires_grad_() for one in self.trainer.head_inputs(batch))
             weight_R = torch.ones(hidden_RD.shape[0])
             loss, kl_R = reverse_kl(hidden_RD, head_VD, shard.hidden_RE, heads.use(_SELF, None), weight_R)
-            loss.backward()
-            gradients = [one.grad for one in (hidden_RD, head_VD) if one.grad is not None]
-            return Canary(
-                kl_max=float(kl_R.max()),
-                gradient_max=max(float(gradient.abs().max()) for gradient in gradients),
-                num_rows=hidden_RD.shape[0],
-            )
+            gradients = torch.autograd.grad(loss, (hidden_RD, head_VD))
+            # Torch's max, which keeps what is not a number.
+            gradient_max = torch.stack([gradient.abs().max() for gradient in gradients]).max()
+            return Canary(kl_max=float(kl_R.max()), gradient_max=float(gradient_max), num_rows=hidden_RD.shape[0])
         finally:
             trunks.close()
             heads.close()

@@ -12,7 +12,8 @@ from rollforward.distill.batch import build_distill_batch
 from rollforward.distill.config import DistillRun
 from rollforward.distill.errors import CanaryError
 from rollforward.distill.hidden_cache import HIDDEN_NAME, HiddenCache
-from rollforward.distill.learner import Canary, teacher_key
+from rollforward.distill.hidden_shard import remove_path
+from rollforward.distill.learner import CANARY_NAME, Canary, teacher_key
 from rollforward.distill.schedule import TeacherPlan, plan_teachers, route
 from rollforward.distill.teacher_source import TeacherSource
 from rollforward.model.metrics import Metric
@@ -60,6 +61,8 @@ class DistillStages:
         Raises:
             CanaryError: it is not at distance 0 from itself.
         """
+        for left in self._root.glob(f"{CANARY_NAME}-*"):  # of a process that was killed, with more ranks perhaps
+            remove_path(left)
         for rank, found in enumerate(self._learner.canary(weights_dir)):
             if found.kl_max != 0 or found.gradient_max != 0:
                 raise CanaryError(

@@ -28,9 +28,9 @@ def main(run: DistillRun) -> int:
     """
     check_routing(run.teachers, run.routing, [task.name for task in run.tasks])
 
-    def prepare(parts: Parts) -> Place:
+    def prepare(_parts: Parts) -> Place:
         urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
-        teachers = find_teachers(run, parts, urls)
+        teachers = find_teachers(run, urls)
         check_room(run, teachers)
 
         def place() -> tuple[DistillPool, DistillStages]:
@@ -52,7 +52,7 @@ def main(run: DistillRun) -> int:
     return run_loop(run, prepare)
 
 
-def find_teachers(run: DistillRun, parts: Parts, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
+def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
     """Fetch the teachers that are elsewhere, see that they speak of the student's tokens, and read each once.
 
     Raises:

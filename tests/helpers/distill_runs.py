@@ -1,5 +1,6 @@
 """A small run of distillation without Ray: real tasks, teachers, student, replicas, log and cache, in one process."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,23 @@ from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.learner import Canary, DistillLearner, DistillSettings
 from rollforward.distill.schedule import TeacherPlan
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
+from rollforward.distill.teacher_files import locate
 from rollforward.distill.train import find_teachers
 from rollforward.model.metrics import Metric
-from rollforward.rl.controller import Controller
+from rollforward.rl.controller import Controller, RunOutcome
 from rollforward.rl.setup import load_parts
 from rollforward.rl.tracker import Tracker
 from rollforward.rl.train import policy_settings
 from rollforward.rollout.replica import Replica
+from rollforward.rollout.weights import read_published, version_directory
 from tests.helpers.ranks import join_alone
-from tests.helpers.runs import TASK, LocalRollout
+from tests.helpers.runs import TASK, LocalRollout, write_model
 
 OTHER_TASK = TASK | {"name": "other", "seed": 7}
 
 
 def small_distill(run_dir: Path, model_dir: Path, teachers: dict[str, Any], **changes: Any) -> DistillRun:
-    """A run of 3 steps with 4 prompts of two tasks."""
+    """A run of 3 steps with 6 prompts of two tasks."""
     values: dict[str, Any] = {
         "run_dir": str(run_dir),
         "model_dir": str(model_dir),
@@ -46,6 +49,34 @@ def small_distill(run_dir: Path, model_dir: Path, teachers: dict[str, Any], **ch
     return msgspec.convert(values | changes, DistillRun)
 
 
+def write_models(root: Path, *names: str) -> None:
+    """Models of one tokenizer and shape, with different weights: the student and teachers."""
+    root.mkdir(exist_ok=True)
+    for seed, name in enumerate(names):
+        write_model(root / name, seed=seed)
+
+
+def finish_distill(run: DistillRun) -> tuple[RunOutcome, dict[str, str]]:
+    """Run to the end; the outcome and the hashes of the final weights."""
+    controller, _, rollout = build_distill(run)
+    try:
+        outcome = controller.run()
+    finally:
+        rollout.close()
+    return outcome, published(run, run.steps)
+
+
+def published(run: DistillRun, version: int) -> dict[str, str]:
+    """Hashes of the weights after so many steps."""
+    return read_published(version_directory(Path(run.run_dir) / "weights", version))[0].tensors
+
+
+def metrics(run: DistillRun) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl."""
+    lines = (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 class LocalPool:
     """One learner of distillation behind the interface of the pool."""
 
@@ -64,6 +95,21 @@ class LocalPool:
         return self.learner.update(step, step_dir, plans)
 
 
+def learner_settings(run: DistillRun) -> DistillSettings:
+    """What a rank of the run is told."""
+    urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
+    return DistillSettings(
+        loss=run.loss,
+        keep_routing=run.keep_routing,
+        teachers=find_teachers(run, urls),
+        teacher_urls=urls,
+        teacher_cache_dir=str(Path(run.run_dir) / "teachers"),
+        hidden_root=str(Path(run.run_dir) / HIDDEN_NAME),
+        max_hidden_bytes=max_hidden_bytes(run),
+        **policy_settings(run),
+    )
+
+
 def build_distill(run: DistillRun) -> tuple[Controller, LocalPool, LocalRollout]:
     """Everything of one process of the run, as distill/train.py places it on Ray."""
     run_dir = Path(run.run_dir)
@@ -76,18 +122,7 @@ def build_distill(run: DistillRun) -> tuple[Controller, LocalPool, LocalRollout]
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
-    urls = {name: str(teacher.model_dir) for name, teacher in run.teachers.items()}
-    teachers = find_teachers(run, parts, urls)
-    settings = DistillSettings(
-        loss=run.loss,
-        keep_routing=run.keep_routing,
-        teachers=teachers,
-        teacher_urls=urls,
-        teacher_cache_dir=str(run_dir / "teachers"),
-        hidden_root=str(run_dir / HIDDEN_NAME),
-        max_hidden_bytes=max_hidden_bytes(run),
-        **policy_settings(run),
-    )
+    settings = learner_settings(run)
     pool = LocalPool(DistillLearner(settings))
     replica = Replica(
         "engine-0",
@@ -100,7 +135,7 @@ def build_distill(run: DistillRun) -> tuple[Controller, LocalPool, LocalRollout]
     rollout = LocalRollout([replica])
     controller = Controller(
         run,
-        stages=DistillStages(run, pool, teachers),
+        stages=DistillStages(run, pool, settings.teachers),
         tasks=parts.tasks,
         encoder=parts.encoder,
         rollout=rollout,
