@@ -5,7 +5,7 @@ from pathlib import Path
 
 import ray
 
-from rollforward.distill.learner import Canary, DistillLearner, DistillSettings
+from rollforward.distill.learner import Canary, DistillLearner
 from rollforward.distill.schedule import TeacherPlan
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.rl.actors import RANK_OPTIONS, PolicyPool, PolicyRank
@@ -15,10 +15,7 @@ from rollforward.rl.actors import RANK_OPTIONS, PolicyPool, PolicyRank
 class DistillActor(PolicyRank):
     """One rank of the learner of distillation."""
 
-    def start(self, settings: DistillSettings) -> None:
-        """Join the process group and build the learner; see ``DistillLearner``."""
-        self.join()
-        self.policy = self.learner = DistillLearner(settings)
+    build_learner = DistillLearner
 
     def canary(self, weights_dir: Path) -> Canary:
         """See ``DistillLearner.canary``."""

@@ -1,7 +1,7 @@
 """Ray wrappers of the learner side. No logic: a method is one call."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import ray
 
 from rollforward.model.distributed import OPERATION_TIMEOUT_S, join_group
 from rollforward.model.metrics import Metric, merge_metrics
-from rollforward.rl.learner import Learner, LearnerSettings, PolicySettings, TrainedPolicy
+from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy
 from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rl.placement import Patience, Ranks
 from rollforward.rollout.replica import Beat
@@ -23,49 +23,61 @@ RANK_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concu
 class PolicyRank:
     """One rank of a policy that is trained, in its own process; `beat` has a thread of its own."""
 
-    policy: TrainedPolicy
+    build_learner: Callable[[Any], TrainedPolicy]
+    """Makes the rank's learner from its settings, in a process group that it has joined."""
+
+    learner: Any
 
     def __init__(
         self, rank: int, num_ranks: int, rendezvous: Path, rank_timeout_s: float = OPERATION_TIMEOUT_S
     ) -> None:
         """Give signs of life from here on; see ``join_group`` for what ``start`` joins."""
-        self.join = partial(join_group, rendezvous, rank=rank, num_ranks=num_ranks, timeout_s=rank_timeout_s)
+        join = partial(join_group, rendezvous, rank=rank, num_ranks=num_ranks, timeout_s=rank_timeout_s)
+        self.build = partial(_joined, join, self.build_learner)
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> Beat:
         """Return a sign of life."""
         return Beat(pid=os.getpid(), node=ray.get_runtime_context().get_node_id(), leave_s=None)
 
+    def start(self, settings: PolicySettings) -> None:
+        """Join the process group and build the learner. Not in the constructor, whose errors lose their type on the
+        way."""
+        self.learner = self.build(settings)
+
     def quantised(self) -> dict[str, int]:
         """See ``TrainedPolicy.quantised``."""
-        return self.policy.quantised()
+        return self.learner.quantised()
 
     def publish(self, root: Path, policy_version: int) -> WeightsManifest:
         """See ``TrainedPolicy.publish``."""
-        return self.policy.publish(root, policy_version)
+        return self.learner.publish(root, policy_version)
 
     def save(self, directory: Path) -> None:
         """See ``TrainedPolicy.save``."""
-        self.policy.save(directory)
+        self.learner.save(directory)
 
     def load(self, directory: Path) -> None:
         """See ``TrainedPolicy.load``."""
-        self.policy.load(directory)
+        self.learner.load(directory)
+
+
+def _joined(
+    join: Callable[[], None], build_learner: Callable[[Any], TrainedPolicy], settings: PolicySettings
+) -> TrainedPolicy:
+    join()
+    return build_learner(settings)
 
 
 @ray.remote(**RANK_OPTIONS)
 class LearnerActor(PolicyRank):
     """One rank of the learner of reinforcement learning."""
 
-    def start(self, settings: LearnerSettings) -> None:
-        """Join the process group and build the learner; see ``Learner``. Not in the constructor, whose errors lose
-        their type on the way."""
-        self.join()
-        self.policy = self._learner = Learner(settings)
+    build_learner = Learner
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
         """See ``Learner.update``."""
-        return self._learner.update(step_dir, plans)
+        return self.learner.update(step_dir, plans)
 
 
 class PolicyPool:
