@@ -16,7 +16,7 @@ Letters: V vocabulary, E width of the teacher.
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast, overload
 
@@ -38,7 +38,7 @@ from rollforward.model.precision import PackedTensor, published_value, unpack_pu
 from rollforward.model.safetensors_stream import TORCH_DTYPE, StoredEntry, TensorReader
 from rollforward.model.shapes import TensorSpec, is_stacked_expert, param_specs, scale_name, stored_form, unstacked
 from rollforward.model.train_config import Precision
-from rollforward.model.weights import BlockWeights, MixWeights, ModelWeights, build_weights
+from rollforward.model.weights import BlockWeights, MixWeights, ModelWeights, build_block
 
 __all__ = ["ShardedTeacher", "TeacherSource", "describe_teacher", "read_head"]
 
@@ -389,7 +389,7 @@ class _PassingWeights:
         self.head_mix, self.norm, self.mtp = head_mix, norm, None
         self._teacher = teacher
         self._workspace = torch.empty(teacher.num_value_bytes, dtype=torch.uint8)
-        self.blocks = _PassingBlocks(teacher, self._workspace, {"norm.weight": norm, **_named(head_mix)})
+        self.blocks = _PassingBlocks(teacher, self._workspace)
 
     @property
     def embed(self) -> Tensor:
@@ -397,17 +397,11 @@ class _PassingWeights:
         return self._teacher.fill(0, self._workspace)["embed.weight"]
 
 
-def _named(head_mix: MixWeights) -> dict[str, Tensor]:
-    return {"hc_head_fn": head_mix.fn, "hc_head_base": head_mix.base, "hc_head_scale": head_mix.scale}
-
-
 class _PassingBlocks(Sequence[BlockWeights]):
     """A layer when it is asked for; it is gone when the next one is."""
 
-    def __init__(self, teacher: ShardedTeacher, workspace: Tensor, outside: Mapping[str, Tensor]) -> None:
+    def __init__(self, teacher: ShardedTeacher, workspace: Tensor) -> None:
         self._teacher, self._workspace = teacher, workspace
-        nothing = torch.empty(0)
-        self._outside = {"embed.weight": nothing, "head.weight": nothing, **outside}
 
     def __len__(self) -> int:
         return self._teacher.config.num_hidden_layers
@@ -419,15 +413,4 @@ class _PassingBlocks(Sequence[BlockWeights]):
     def __getitem__(self, index: int | slice) -> BlockWeights | Sequence[BlockWeights]:
         if isinstance(index, slice) or not 0 <= index < len(self):
             raise IndexError(f"layer {index} of {len(self)}; one is asked for at a time, by its number")
-        values = self._teacher.fill(index + 1, self._workspace)
-        # The record of a model that has this layer alone.
-        config = self._teacher.config
-        alone = msgspec.structs.replace(
-            config,
-            num_hidden_layers=1,
-            num_nextn_predict_layers=0,
-            num_hash_layers=int(config.is_hash_layer(index)),
-            compress_ratios=(config.compress_ratios[index],),
-        )
-        named = {name.replace(f"layers.{index}.", "layers.0.", 1): value for name, value in values.items()}
-        return build_weights(alone, {**self._outside, **named}).blocks[0]
+        return build_block(self._teacher.config, self._teacher.fill(index + 1, self._workspace), index)

@@ -7,7 +7,7 @@ records follow the official checkpoint; experts are stacked as [E, ...].
 Here: records and their construction from a flat mapping of canonical names. Not here: reading files (checkpoint.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -136,7 +136,8 @@ class ModelWeights:
 
     embed: Tensor
     """[V, D]."""
-    blocks: tuple[BlockWeights, ...]
+    blocks: Sequence[BlockWeights]
+    """One a layer. A forward asks for each once, in their order."""
     head_mix: MixWeights
     norm: Tensor
     head: Tensor
@@ -204,6 +205,11 @@ def _block(named: Mapping[str, Tensor], prefix: str, kind: str) -> BlockWeights:
     )
 
 
+def build_block(config: ModelConfig, named: Mapping[str, Tensor], layer: int) -> BlockWeights:
+    """Arrange the canonical tensors of one layer into its record; see ``build_weights``."""
+    return _block(named, f"layers.{layer}.", config.layer_kind(layer))
+
+
 def build_weights(config: ModelConfig, named: Mapping[str, Tensor]) -> ModelWeights:
     """Arrange canonical tensors into records. No copy is made; gradients flow to the tensors given.
 
@@ -227,9 +233,7 @@ def build_weights(config: ModelConfig, named: Mapping[str, Tensor]) -> ModelWeig
         )
     return ModelWeights(
         embed=named["embed.weight"],
-        blocks=tuple(
-            _block(named, f"layers.{layer}.", config.layer_kind(layer)) for layer in range(config.num_hidden_layers)
-        ),
+        blocks=tuple(build_block(config, named, layer) for layer in range(config.num_hidden_layers)),
         head_mix=_mix(named, "hc_head"),
         norm=named["norm.weight"],
         head=named["head.weight"],
