@@ -16,6 +16,7 @@ from rollforward.distill.schedule import check_routing
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
+from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.rl.setup import Parts
 from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop
 
@@ -31,7 +32,6 @@ def main(run: DistillRun) -> int:
     def prepare(_parts: Parts) -> Place:
         urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
         teachers = find_teachers(run, urls)
-        check_room(run, teachers)
 
         def place() -> tuple[DistillPool, DistillStages]:
             settings = DistillSettings(
@@ -53,37 +53,47 @@ def main(run: DistillRun) -> int:
 
 
 def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
-    """Fetch the teachers that are elsewhere, see that they speak of the student's tokens, and read each once.
+    """Fetch the teachers that are elsewhere, see that they speak of the student's tokens and that what they say has
+    room, and read each once.
 
     Raises:
         TeacherError, TeacherMismatchError, TeacherReadError: names the teacher.
+        HiddenRoomError: see ``check_room``.
         CheckpointError, ConfigError: its files are no model's.
     """
     longest = run.max_prompt_tokens + max(
         task.budget(run.sampling.max_new_tokens) + task.max_observed_tokens for task in run.tasks
     )
-    found: dict[str, TeacherSource] = {}
+    directories: dict[str, Path] = {}
     for name in sorted(urls):
-        directory = fetch(urls[name], _cache_dir(run))
-        check_teacher(name, directory, student_dir=Path(run.model_dir), longest_tokens=longest)
+        directories[name] = fetch(urls[name], _cache_dir(run))
+        check_teacher(name, directories[name], student_dir=Path(run.model_dir), longest_tokens=longest)
+    configs = [load_checkpoint_config(directory, is_announced=False) for directory in directories.values()]
+    check_room(run, width=max(config.hidden_size for config in configs))
+    # Reading all of them takes a while, so it comes last.
+    found: dict[str, TeacherSource] = {}
+    for name, directory in directories.items():
         found[name] = describe_teacher(name, directory)
         say(f"teacher {name}: {directory}, version {found[name].version[:12]}")
     return found
 
 
-def check_room(run: DistillRun, teachers: Mapping[str, TeacherSource]) -> None:
+def check_room(run: DistillRun, *, width: int) -> None:
     """Refuse a run one of whose steps may need more room for hidden vectors than it has.
+
+    Args:
+        run: the configuration. width: of the widest teacher.
 
     Raises:
         HiddenRoomError: names what a step may need, what it has, and the ways out.
     """
-    shares = len(teachers) if run.routing == "all" else 1
+    shares = len(run.teachers) if run.routing == "all" else 1
     if run.routing == "task":
         shares = max(sum(task.name in teacher.tasks for teacher in run.teachers.values()) for task in run.tasks)
     needed = worst_case_bytes(
         num_sequences=run.prompts_per_step * run.samples_per_prompt,
         max_new_tokens=max(task.budget(run.sampling.max_new_tokens) for task in run.tasks),
-        width=max(source.width for source in teachers.values()),
+        width=width,
         precision=run.precision,
         passes=shares,
     )
