@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -205,16 +206,8 @@ def _finish_with(run: DistillRun, spoil: Callable[[Sequence[Completion]], list[C
 
 
 def _lost(completion: Completion) -> Completion:
-    """What a completion is that the platform lost."""
-    return Completion(
-        id=completion.id,
-        token_ids=completion.token_ids[:0],
-        sampled_mask=completion.sampled_mask[:0],
-        behavior_logprobs=completion.behavior_logprobs[:0],
-        policy_version=completion.policy_version,
-        stop_reason=StopReason.ABORTED,
-        failure=FailureType.INFRA,
-    )
+    """What a completion is that the platform lost on the way."""
+    return msgspec.structs.replace(completion, stop_reason=StopReason.ABORTED, failure=FailureType.INFRA)
 
 
 def test_a_completion_that_the_platform_lost_is_left_out(
