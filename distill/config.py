@@ -3,10 +3,13 @@
 What it shares with `train` is `LoopRun` (`rl/config.py`). No torch and no ray: a wrong key must cost milliseconds.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from rollforward.distill.errors import ScheduleError
 from rollforward.rl.algorithms import Normalisation
 from rollforward.rl.config import LoopRun, PositiveInt
 
@@ -14,8 +17,8 @@ TeacherName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$
 """Names metrics and files."""
 
 Routing = Literal["task", "weights", "all"]
-"""Who teaches a trajectory: every teacher that names its task; one teacher drawn for each prompt, as often as its weight
-says; or all of them, each with its weight, in additive passes."""
+"""Who teaches a trajectory: every teacher that names its task; one teacher drawn for each prompt, as often as its
+weight says; or all of them, each with its weight, in additive passes."""
 
 
 class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +82,60 @@ class TeacherCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     would not fit is refused before the run begins."""
 
 
+def check_routing(teachers: Mapping[str, TeacherConfig], routing: Routing, tasks: Sequence[str]) -> None:
+    """Refuse teachers that do not fit what a run learns.
+
+    Args:
+        teachers: by name, at least one.
+        routing: who teaches a trajectory.
+        tasks: names of the run's tasks.
+
+    Raises:
+        ScheduleError: routing is "task", and a task has no teacher, or a teacher has no task, or one twice, or one that
+            is not the run's; or routing is another, and a teacher has tasks; or the weights are not finite numbers that
+            have a finite sum.
+    """
+    weights = {name: teacher.weight for name, teacher in teachers.items()}
+    if not math.isfinite(sum(weights.values())):
+        raise ScheduleError(
+            f"the weights of the teachers are {weights}; every one, and their sum, must be a finite number. Set"
+            " teachers.NAME.weight"
+        )
+    for name, teacher in teachers.items():
+        if routing != "task" and teacher.tasks:
+            raise ScheduleError(
+                f"teachers.{name}.tasks is {list(teacher.tasks)} and routing is {routing!r}, which asks no teacher for"
+                " its tasks. Remove them, or set routing=task"
+            )
+        if routing == "task":
+            _check_tasks(name, teacher, tasks)
+    untaught = sorted(set(tasks) - {task for teacher in teachers.values() for task in teacher.tasks})
+    if routing == "task" and untaught:
+        raise ScheduleError(
+            f"nobody teaches {', '.join(untaught)}; under routing=task every task needs a teacher. Name it in"
+            " teachers.NAME.tasks, remove the task, or set routing=weights or routing=all"
+        )
+
+
+def _check_tasks(name: str, teacher: TeacherConfig, tasks: Sequence[str]) -> None:
+    if not teacher.tasks:
+        raise ScheduleError(
+            f"teachers.{name}.tasks is empty; under routing=task a teacher without a task teaches nobody. Name at least"
+            f" one of {', '.join(tasks)}, or set routing=weights or routing=all"
+        )
+    unknown = [task for task in teacher.tasks if task not in tasks]
+    if unknown:
+        raise ScheduleError(
+            f"teachers.{name}.tasks names {', '.join(unknown)}; the tasks of this run are {', '.join(tasks)}. Correct"
+            " the name, or add the task"
+        )
+    if len(set(teacher.tasks)) != len(teacher.tasks):
+        raise ScheduleError(
+            f"teachers.{name}.tasks is {list(teacher.tasks)}; a task stands there once. For more of this teacher raise"
+            f" teachers.{name}.weight"
+        )
+
+
 class DistillRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Root of `distill`: several teachers become one student, on the student's own trajectories."""
 
@@ -111,10 +168,18 @@ class DistillRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True)
                     f"teachers.{name} has no model_dir and teacher_store is not set; nobody knows where it lies. Set"
                     " one of them"
                 )
+        check_routing(self.teachers, self.routing, [task.name for task in self.tasks])
         if self.balance.is_on and self.keep_routing:
             raise ValueError(
                 "balance is on and keep_routing is true; replayed routes are not what the router chooses now. Set"
                 " keep_routing=false, or balance.bias_update_speed=0 and balance.loss_weight=0"
+            )
+        if self.balance.loss_weight > 0 and self.num_shares > 1:
+            raise ValueError(
+                f"balance.loss_weight is {self.balance.loss_weight} and a trajectory has up to {self.num_shares}"
+                " teachers; each is a pass of its own, and would add the balance loss once more. Set"
+                " balance.loss_weight=0 (balance.bias_update_speed balances without a loss), or give each task one"
+                " teacher"
             )
         if isinstance(self.loss, SampledToken) and (self.sampling.temperature != 1 or self.sampling.cuts_vocabulary):
             raise ValueError(
@@ -122,3 +187,10 @@ class DistillRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 " estimate would be biased. Set sampling.temperature=1 without top_p and top_k, or a loss over the"
                 " whole vocabulary, which is exact for any sampling"
             )
+
+    @property
+    def num_shares(self) -> int:
+        """Teachers that one trajectory may have at most."""
+        if self.routing == "task":
+            return max(sum(task.name in teacher.tasks for teacher in self.teachers.values()) for task in self.tasks)
+        return len(self.teachers) if self.routing == "all" else 1

@@ -6,7 +6,8 @@
 
 A file is finished if it verifies, and nothing else says so: it gets its name only when it is whole, and carries what it
 is of. Whatever is absent, damaged, stale or foreign is computed again, since the step's trajectories are still there.
-Only one step has files at a time, and they have a bound, which is checked before the first is written.
+Files have a bound, which is checked before the first of a step is written. Those of a step are freed when the student
+has learned from them: should the run go back to a checkpoint before it, they are computed again.
 """
 
 import shutil
@@ -63,7 +64,8 @@ class HiddenCache:
     def begin(self, step: int, keys: Sequence[ShardKey]) -> tuple[list[int], list[str]]:
         """Make ready for the shards of a step, of which an earlier process may have left some.
 
-        Everything of other steps goes, and of this one all that is not one of its shards, whole and right.
+        Everything of earlier steps goes, and of this one all that is not one of its shards, whole and right. A later
+        step, which a run had reached before it went back to a checkpoint, stays as long as there is room.
 
         Args:
             step: number of the step.
@@ -86,8 +88,9 @@ class HiddenCache:
         files = [self.path(step, index, key.teacher) for index, key in enumerate(keys)]
         with self._naming(directory, "cannot be made ready"):
             for path in self._root.glob("step_*"):
-                if path != directory or path.is_symlink() or not path.is_dir():
+                if _step_of(path) < step or path.is_symlink() or not path.is_dir():
                     remove_path(path)
+            self._make_room(step, all_bytes)
             for path in directory.iterdir() if directory.is_dir() else ():
                 if path not in files:
                     remove_path(path)
@@ -159,13 +162,28 @@ class HiddenCache:
             directory.mkdir(parents=True, exist_ok=True)
             sync_path(self._root)
 
+    def _make_room(self, step: int, all_bytes: int) -> None:
+        """Let later steps go if they leave no room for the shards of this one."""
+        later = [path for path in self._root.glob("step_*") if _step_of(path) > step]
+        held_bytes = sum(file.stat().st_size for path in later for file in path.iterdir())
+        if held_bytes + all_bytes > self._max_bytes or all_bytes > self._free_bytes():
+            for path in later:
+                remove_path(path)
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self._place()).free
+
+    def _place(self) -> Path:
+        """The folder of all steps, or where it is going to be made."""
+        return next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
+
     def _check_room(self, step: int, keys: Sequence[ShardKey]) -> None:
-        place = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
-        needed_bytes, free_bytes = expected_bytes(keys), shutil.disk_usage(place).free
+        needed_bytes, free_bytes = expected_bytes(keys), self._free_bytes()
         if needed_bytes > free_bytes:
             raise HiddenCacheError(
-                f"step {step}: hidden vectors of teachers take {needed_bytes / _GIB:.3g} GiB; the disk of {place} has"
-                f" {free_bytes / _GIB:.3g} free. Make room, {_SMALLER}; the same command with the same run_dir goes on"
+                f"step {step}: hidden vectors of teachers take {needed_bytes / _GIB:.3g} GiB; the disk of"
+                f" {self._place()} has {free_bytes / _GIB:.3g} free. Make room, {_SMALLER}; the same command with the"
+                " same run_dir goes on"
             )
 
     @contextmanager
@@ -183,6 +201,12 @@ class HiddenCache:
 def expected_bytes(keys: Iterable[ShardKey]) -> int:
     """Return a bound on what the files of these shards take together, a few KiB above it for each."""
     return sum(shard_bytes(key) for key in keys)
+
+
+def _step_of(path: Path) -> int:
+    """The step whose directory that is; -1 where it is none's."""
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
 
 
 def _reason(found: CachedShard | str) -> str | None:

@@ -8,7 +8,6 @@ ranks. Plans of one teacher lie together, so that a pass over them loads every t
 
 import bisect
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -44,60 +43,6 @@ class TeacherPlan(msgspec.Struct, frozen=True, kw_only=True):
     def micro_batch(self) -> MicroBatchPlan:
         """The same trajectories as the step's samples are read by."""
         return MicroBatchPlan(rows=self.rows)
-
-
-def check_routing(teachers: Mapping[str, TeacherConfig], routing: Routing, tasks: Sequence[str]) -> None:
-    """Refuse teachers that do not fit what a run learns.
-
-    Args:
-        teachers: by name, at least one.
-        routing: who teaches a trajectory.
-        tasks: names of the run's tasks.
-
-    Raises:
-        ScheduleError: routing is "task", and a task has no teacher, or a teacher has no task, or one twice, or one that
-            is not the run's; or routing is another, and a teacher has tasks; or the weights are not finite numbers that
-            have a finite sum.
-    """
-    weights = {name: teacher.weight for name, teacher in teachers.items()}
-    if not math.isfinite(sum(weights.values())):
-        raise ScheduleError(
-            f"the weights of the teachers are {weights}; every one, and their sum, must be a finite number. Set"
-            " teachers.NAME.weight"
-        )
-    for name, teacher in teachers.items():
-        if routing != "task" and teacher.tasks:
-            raise ScheduleError(
-                f"teachers.{name}.tasks is {list(teacher.tasks)} and routing is {routing!r}, which asks no teacher for"
-                " its tasks. Remove them, or set routing=task"
-            )
-        if routing == "task":
-            _check_tasks(name, teacher, tasks)
-    untaught = sorted(set(tasks) - {task for teacher in teachers.values() for task in teacher.tasks})
-    if routing == "task" and untaught:
-        raise ScheduleError(
-            f"nobody teaches {', '.join(untaught)}; under routing=task every task needs a teacher. Name it in"
-            " teachers.NAME.tasks, remove the task, or set routing=weights or routing=all"
-        )
-
-
-def _check_tasks(name: str, teacher: TeacherConfig, tasks: Sequence[str]) -> None:
-    if not teacher.tasks:
-        raise ScheduleError(
-            f"teachers.{name}.tasks is empty; under routing=task a teacher without a task teaches nobody. Name at least"
-            f" one of {', '.join(tasks)}, or set routing=weights or routing=all"
-        )
-    unknown = [task for task in teacher.tasks if task not in tasks]
-    if unknown:
-        raise ScheduleError(
-            f"teachers.{name}.tasks names {', '.join(unknown)}; the tasks of this run are {', '.join(tasks)}. Correct"
-            " the name, or add the task"
-        )
-    if len(set(teacher.tasks)) != len(teacher.tasks):
-        raise ScheduleError(
-            f"teachers.{name}.tasks is {list(teacher.tasks)}; a task stands there once. For more of this teacher raise"
-            f" teachers.{name}.weight"
-        )
 
 
 def route(

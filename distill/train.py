@@ -12,7 +12,6 @@ from rollforward.distill.errors import HiddenRoomError
 from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.hidden_shard import worst_case_bytes
 from rollforward.distill.learner import DistillSettings
-from rollforward.distill.schedule import check_routing
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
@@ -27,7 +26,6 @@ def main(run: DistillRun) -> int:
     Returns:
         0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
     """
-    check_routing(run.teachers, run.routing, [task.name for task in run.tasks])
 
     def prepare(_parts: Parts) -> Place:
         urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
@@ -87,15 +85,12 @@ def check_room(run: DistillRun, *, width: int) -> None:
     Raises:
         HiddenRoomError: names what a step may need, what it has, and the ways out.
     """
-    shares = len(run.teachers) if run.routing == "all" else 1
-    if run.routing == "task":
-        shares = max(sum(task.name in teacher.tasks for teacher in run.teachers.values()) for task in run.tasks)
     needed = worst_case_bytes(
         num_sequences=run.prompts_per_step * run.samples_per_prompt,
         max_new_tokens=max(task.budget(run.sampling.max_new_tokens) for task in run.tasks),
         width=width,
         precision=run.precision,
-        passes=shares,
+        passes=run.num_shares,
     )
     if needed > max_hidden_bytes(run):
         raise HiddenRoomError(

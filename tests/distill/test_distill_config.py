@@ -15,8 +15,10 @@ import pytest
 import ray
 
 from rollforward.conf.cli import main as command_line
+from rollforward.conf.errors import ConfigError
+from rollforward.conf.jobs import plan_jobs
 from rollforward.distill.config import DistillRun, ForwardKL, JensenShannon, ReverseKL, SampledToken
-from rollforward.distill.errors import HiddenRoomError, ScheduleError, TeacherError, TeacherMismatchError
+from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError
 from rollforward.distill.train import main
 from tests.helpers.distill_runs import small_distill, write_models
 from tests.helpers.runs import TASK
@@ -183,8 +185,15 @@ def test_who_teaches_what_is_checked_before_anything_is_read(tmp_path: Path) -> 
         ({"a": {"model_dir": nowhere, "tasks": ["chain_sums"]}}, "task", ["names chain_sums", "chain_sum, other"]),
         ({"a": {"model_dir": nowhere, "tasks": ["other"]}}, "all", ["routing is 'all'", "set routing=task"]),
     ):
-        told = _refused(small_distill(tmp_path / "run", tmp_path / "x", teachers, routing=routing), ScheduleError)
-        assert [word for word in words if word not in told] == [], told
+        with pytest.raises(msgspec.ValidationError) as caught:
+            small_distill(tmp_path / "run", tmp_path / "x", teachers, routing=routing)
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["teachers.sums.tasks=[sumz]", "teachers.sums.tasks=[]", "routing=all"])
+def test_a_pipeline_whose_last_stage_nobody_could_teach_does_not_begin(change: str) -> None:
+    with pytest.raises(ConfigError, match=r"tasks|nobody teaches"):
+        plan_jobs("train", ["recipe=tiny_pipeline", f"opd.{change}"])
 
 
 def test_a_teacher_that_is_not_there_or_of_another_tokenizer_is_refused_before_anything_is_allocated(

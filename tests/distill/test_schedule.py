@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollforward.distill.config import Routing, TeacherConfig
+from rollforward.distill.config import Routing, TeacherConfig, check_routing
 from rollforward.distill.errors import ScheduleError
-from rollforward.distill.schedule import TeacherPlan, TeacherShare, check_routing, plan_teachers, route
+from rollforward.distill.schedule import TeacherPlan, TeacherShare, plan_teachers, route
 from rollforward.rl.batch import TrajectoryRow
 from rollforward.rl.errors import BatchError
 from rollforward.rl.packing import MicroBatchPlan, plan_micro_batches
