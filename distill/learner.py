@@ -31,7 +31,8 @@ from rollforward.distill.teacher_files import fetch
 from rollforward.distill.teacher_source import TeacherSource
 from rollforward.distill.teachers import HeadShelf, TeacherScorer, TeacherShelf
 from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
-from rollforward.kernels.loss.reverse_kl import CHUNK_TOKENS, reverse_kl
+from rollforward.kernels.loss.reverse_kl import reverse_kl
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 from rollforward.model.collectives import RankGroups
 from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, Reduction, merge_metrics

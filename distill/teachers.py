@@ -11,6 +11,7 @@ Letters: R scored rows of a micro-batch, V vocabulary, E width of the teacher.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -18,9 +19,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rollforward.distill.teacher_source import FileStamps, TeacherSource, file_stamps
+from rollforward.distill.teacher_source import TeacherSource
 from rollforward.distill.teacher_weights import ShardedTeacher, read_head
-from rollforward.kernels.loss.chunked_logprob import CHUNK_TOKENS, linear_token_logprob
+from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 from rollforward.model.collectives import RankGroups
 from rollforward.model.scoring import ScoringBatch, scored_rows, target_hidden
 from rollforward.model.train_config import Precision
@@ -72,16 +74,12 @@ class _Shelf(Generic[T]):
     """
 
     def __init__(self, sources: Mapping[str, TeacherSource]) -> None:
-        """Load nothing yet, but note how the files are: they must stay so.
-
-        Raises:
-            TeacherReadError: a directory is gone.
-        """
+        """Load nothing yet."""
         self._sources = dict(sources)
-        self._stamps = {name: file_stamps(source) for name, source in sources.items()}
         self._in_use: tuple[str, T] | None = None
         self._loading: _Loading[T] | None = None
         self._loads = self._held_max = 0
+        self._loaded: list[weakref.ref[object]] = []
 
     @property
     def loads(self) -> int:
@@ -90,7 +88,8 @@ class _Shelf(Generic[T]):
 
     @property
     def held_max(self) -> int:
-        """Most that were in use or being loaded at one time: never above 2."""
+        """Most that were in memory or being loaded at one time. More than 2 says that somebody keeps what he should
+        have let go of."""
         return self._held_max
 
     def use(self, name: str, then: str | None) -> T:
@@ -121,7 +120,11 @@ class _Shelf(Generic[T]):
         """Let go of everything, at the end."""
         self.clear()
 
-    def _load(self, source: TeacherSource, stamps: FileStamps, until: threading.Event) -> T:
+    def _load(self, source: TeacherSource, until: threading.Event) -> T:
+        raise NotImplementedError
+
+    def _memory(self, held: T) -> object:
+        """What exists as long as its memory is not free."""
         raise NotImplementedError
 
     def _let_go(self, held: T) -> None:
@@ -131,11 +134,15 @@ class _Shelf(Generic[T]):
         """The load of a teacher, which may be under way."""
         if self._loading is None or self._loading.name != name:
             self._abandon()
-            source, stamps = self._sources[name], self._stamps[name]
-            self._loading = _Loading(name, lambda until: self._load(source, stamps, until))
+            self._loaded = [one for one in self._loaded if one() is not None]
+            self._held_max = max(self._held_max, len(self._loaded) + 1)
             self._loads += 1
-            self._held_max = max(self._held_max, 1 + (self._in_use is not None))
+            self._loading = _Loading(name, lambda until: self._noted(self._load(self._sources[name], until)))
         return self._loading
+
+    def _noted(self, held: T) -> T:
+        self._loaded.append(weakref.ref(self._memory(held)))
+        return held
 
     def _release(self) -> None:
         if self._in_use is not None:
@@ -158,22 +165,22 @@ class TeacherShelf(_Shelf[ShardedTeacher]):
         Args:
             sources: teachers by name. groups: all ranks; each has a shelf and uses the same teachers in the same order.
             precision: of the forward.
-
-        Raises:
-            TeacherReadError: a directory is gone.
         """
         super().__init__(sources)
         self._groups = groups
         self._precision: Precision = precision
 
-    def _load(self, source: TeacherSource, stamps: FileStamps, until: threading.Event) -> ShardedTeacher:
-        teacher = ShardedTeacher(source, self._groups, precision=self._precision, stamps=stamps)
+    def _load(self, source: TeacherSource, until: threading.Event) -> ShardedTeacher:
+        teacher = ShardedTeacher(source, self._groups, precision=self._precision)
         try:
             teacher.prefetch(until)
         except BaseException:
             teacher.close()
             raise
         return teacher
+
+    def _memory(self, held: ShardedTeacher) -> object:
+        return held
 
     def _let_go(self, held: ShardedTeacher) -> None:
         held.close()
@@ -187,15 +194,15 @@ class HeadShelf(_Shelf[Tensor]):
 
         Args:
             sources: teachers by name. precision: of the forward.
-
-        Raises:
-            TeacherReadError: a directory is gone.
         """
         super().__init__(sources)
         self._precision: Precision = precision
 
-    def _load(self, source: TeacherSource, stamps: FileStamps, until: threading.Event) -> Tensor:
-        return read_head(source, precision=self._precision, stamps=stamps, until=until)
+    def _load(self, source: TeacherSource, until: threading.Event) -> Tensor:
+        return read_head(source, precision=self._precision, until=until)
+
+    def _memory(self, held: Tensor) -> object:
+        return held.untyped_storage()  # which views share
 
 
 class TeacherScorer:

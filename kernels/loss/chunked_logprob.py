@@ -6,9 +6,7 @@ from torch import Tensor
 
 from rollforward.kernels.checks import bind_shapes, check_dtype
 from rollforward.kernels.loss.chunked_logprob_ref import linear_token_logprob_ref
-
-CHUNK_TOKENS = 256
-"""Tokens whose logits exist at one time."""
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 
 
 def linear_token_logprob(

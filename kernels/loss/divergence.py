@@ -1,15 +1,10 @@
 """Distillation from one teacher by other divergences than the reverse KL (`reverse_kl.py`): forward KL and generalised
 Jensen-Shannon, over the whole vocabulary from hidden states."""
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
-from rollforward.kernels.checks import bind_shapes, check_dtype
-from rollforward.kernels.linear.row_linear_ref import row_linear_ref
 from rollforward.kernels.loss.divergence_ref import forward_kl_rows_ref, jensen_shannon_rows_ref
-from rollforward.kernels.loss.sweep import CHUNK_TOKENS, sweep
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS, teacher_sweep
 
 
 def forward_kl(
@@ -36,7 +31,7 @@ def forward_kl(
         teacher_head_VE: [V, E], any floating dtype. Whoever has several teachers calls once for each.
         row_weight_T: [T] of the student's dtype: the token's share of the loss. A row of weight 0 is not looked at,
             whatever it holds.
-        chunk_tokens: >= 1. Memory is 2 * chunk_tokens * V numbers and a few temporaries of half that, whatever T.
+        chunk_tokens: >= 1. Memory is at most 11 * chunk_tokens * V numbers, both logits among them, whatever T.
 
     Returns:
         loss [], and kl_T [T] in nats, >= 0, 0 where the weight is 0; the latter has no gradient.
@@ -46,7 +41,7 @@ def forward_kl(
 
     Invariants: those of `reverse_kl`. Value and gradient are exactly 0 where the logits are the teacher's.
     """
-    return _divergence(
+    return teacher_sweep(
         "forward_kl",
         forward_kl_rows_ref,
         student_hidden_TD,
@@ -92,7 +87,7 @@ def jensen_shannon(
     def rows(student_logits_NV: Tensor, teacher_logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         return jensen_shannon_rows_ref(student_logits_NV, teacher_logits_NV, beta)
 
-    return _divergence(
+    return teacher_sweep(
         "jensen_shannon",
         rows,
         student_hidden_TD,
@@ -102,35 +97,3 @@ def jensen_shannon(
         row_weight_T,
         chunk_tokens=chunk_tokens,
     )
-
-
-def _divergence(
-    op: str,
-    rows_ref: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    student_hidden_TD: Tensor,
-    student_head_VD: Tensor,
-    teacher_hidden_TE: Tensor,
-    teacher_head_VE: Tensor,
-    row_weight_T: Tensor,
-    *,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Sweep a divergence of two rows of logits over the tokens."""
-    bind_shapes(
-        op,
-        student_hidden_TD=(student_hidden_TD, "T D"),
-        student_head_VD=(student_head_VD, "V D"),
-        teacher_hidden_TE=(teacher_hidden_TE, "T E"),
-        teacher_head_VE=(teacher_head_VE, "V E"),
-        row_weight_T=(row_weight_T, "T"),
-    )
-    dtype = student_hidden_TD.dtype
-    check_dtype(op, "student_hidden_TD", student_hidden_TD, torch.float32, torch.float64)
-    check_dtype(op, "student_head_VD", student_head_VD, dtype)
-    check_dtype(op, "row_weight_T", row_weight_T, dtype)
-    teacher_hidden_TE, teacher_head_VE = teacher_hidden_TE.detach().to(dtype), teacher_head_VE.detach().to(dtype)
-
-    def rows(index_N: Tensor, student_logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-        return rows_ref(student_logits_NV, row_linear_ref(teacher_hidden_TE[index_N], teacher_head_VE))
-
-    return sweep(rows, student_hidden_TD, student_head_VD, row_weight_T, chunk_tokens=chunk_tokens)

@@ -1,36 +1,9 @@
 """Exact distillation from one teacher: reverse KL over the whole vocabulary from hidden states (docs/design.md, P5)."""
 
-import torch
 from torch import Tensor
 
-from rollforward.kernels.checks import bind_shapes, check_dtype
-from rollforward.kernels.loss.reverse_kl_ref import reverse_kl_ref
-
-CHUNK_TOKENS = 256
-"""Tokens whose logits, the student's and the teacher's, exist at one time."""
-
-
-class _ReverseKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, chunk_tokens, needs):
-        needs_hidden, needs_head = needs
-        loss, kl_T, *ctx.grads = reverse_kl_ref(
-            hidden_TD,
-            head_VD,
-            teacher_hidden_TE,
-            teacher_head_VE,
-            weight_T,
-            chunk_tokens=chunk_tokens,
-            needs_hidden=needs_hidden,
-            needs_head=needs_head,
-        )
-        ctx.mark_non_differentiable(kl_T)
-        return loss, kl_T
-
-    @staticmethod
-    def backward(ctx, grad_loss, _):
-        hidden, head = (None if grad is None else grad * grad_loss for grad in ctx.grads)
-        return hidden, head, None, None, None, None, None
+from rollforward.kernels.loss.reverse_kl_ref import reverse_kl_rows_ref
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS, teacher_sweep
 
 
 def reverse_kl(
@@ -54,7 +27,7 @@ def reverse_kl(
         teacher_head_VE: [V, E], any floating dtype. Whoever has several teachers calls once for each.
         row_weight_T: [T] of the student's dtype: the token's share of the loss. A row of weight 0 is not looked at,
             whatever it holds.
-        chunk_tokens: >= 1. Memory is 2 * chunk_tokens * V numbers and a few temporaries of half that, whatever T.
+        chunk_tokens: >= 1. Memory is at most 11 * chunk_tokens * V numbers, both logits among them, whatever T.
 
     Returns:
         loss [], and kl_T [T] in nats, >= 0, 0 where the weight is 0; the latter has no gradient.
@@ -67,22 +40,13 @@ def reverse_kl(
     chunk by chunk and repeats bit for bit. The KL of finite inputs is finite.
     Source: DeepSeek-V4 report, 5.1 (on-policy distillation) and 5.2; docs/design.md, P5.
     """
-    bind_shapes(
+    return teacher_sweep(
         "reverse_kl",
-        student_hidden_TD=(student_hidden_TD, "T D"),
-        student_head_VD=(student_head_VD, "V D"),
-        teacher_hidden_TE=(teacher_hidden_TE, "T E"),
-        teacher_head_VE=(teacher_head_VE, "V E"),
-        row_weight_T=(row_weight_T, "T"),
-    )
-    dtype = student_hidden_TD.dtype
-    check_dtype("reverse_kl", "student_hidden_TD", student_hidden_TD, torch.float32, torch.float64)
-    check_dtype("reverse_kl", "student_head_VD", student_head_VD, dtype)
-    check_dtype("reverse_kl", "row_weight_T", row_weight_T, dtype)
-    grows = torch.is_grad_enabled()
-    needs = grows and student_hidden_TD.requires_grad, grows and student_head_VD.requires_grad
-    with torch.no_grad():
-        teacher_hidden_TE, teacher_head_VE = teacher_hidden_TE.to(dtype), teacher_head_VE.to(dtype)
-    return _ReverseKL.apply(
-        student_hidden_TD, student_head_VD, teacher_hidden_TE, teacher_head_VE, row_weight_T, chunk_tokens, needs
+        reverse_kl_rows_ref,
+        student_hidden_TD,
+        student_head_VD,
+        teacher_hidden_TE,
+        teacher_head_VE,
+        row_weight_T,
+        chunk_tokens=chunk_tokens,
     )

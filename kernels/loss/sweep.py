@@ -1,9 +1,13 @@
 """Autograd of the losses over the whole vocabulary: gradients are made in the forward sweep, beside the value, and
 multiplied by the loss's own in backward."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from rollforward.kernels.checks import bind_shapes, check_dtype
+from rollforward.kernels.linear.row_linear_ref import row_linear_ref
 from rollforward.kernels.loss.sweep_ref import Rows, sweep_ref
 
 CHUNK_TOKENS = 256
@@ -53,3 +57,45 @@ def sweep(
     grows = torch.is_grad_enabled()
     needs = grows and hidden_TD.requires_grad, grows and head_VD.requires_grad
     return _Sweep.apply(hidden_TD, head_VD, row_weight_T, rows, chunk_tokens, needs)
+
+
+def teacher_sweep(
+    op: str,
+    rows_ref: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    student_hidden_TD: Tensor,
+    student_head_VD: Tensor,
+    teacher_hidden_TE: Tensor,
+    teacher_head_VE: Tensor,
+    row_weight_T: Tensor,
+    *,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of a divergence of the student's from the teacher's logits over tokens, and each.
+
+    Args:
+        op: name of the public op, for errors.
+        rows_ref: student's and teacher's logits [N, V] give the value of each row [N, 1] and its gradient by the
+            student's [N, V].
+        student_hidden_TD, student_head_VD, teacher_hidden_TE, teacher_head_VE, row_weight_T, chunk_tokens: as
+            `reverse_kl`.
+
+    Returns, Raises: as `reverse_kl`. Invariants: those of `sweep`.
+    """
+    bind_shapes(
+        op,
+        student_hidden_TD=(student_hidden_TD, "T D"),
+        student_head_VD=(student_head_VD, "V D"),
+        teacher_hidden_TE=(teacher_hidden_TE, "T E"),
+        teacher_head_VE=(teacher_head_VE, "V E"),
+        row_weight_T=(row_weight_T, "T"),
+    )
+    dtype = student_hidden_TD.dtype
+    check_dtype(op, "student_hidden_TD", student_hidden_TD, torch.float32, torch.float64)
+    check_dtype(op, "student_head_VD", student_head_VD, dtype)
+    check_dtype(op, "row_weight_T", row_weight_T, dtype)
+    teacher_hidden_TE, teacher_head_VE = teacher_hidden_TE.detach().to(dtype), teacher_head_VE.detach().to(dtype)
+
+    def rows(index_N: Tensor, student_logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        return rows_ref(student_logits_NV, row_linear_ref(teacher_hidden_TE[index_N], teacher_head_VE))
+
+    return sweep(rows, student_hidden_TD, student_head_VD, row_weight_T, chunk_tokens=chunk_tokens)

@@ -15,7 +15,8 @@ from rollforward.distill.losses import DistillInputs, distill_loss
 from rollforward.kernels.errors import ShapeError
 from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
 from rollforward.kernels.loss.divergence import forward_kl, jensen_shannon
-from rollforward.kernels.loss.reverse_kl import CHUNK_TOKENS, reverse_kl
+from rollforward.kernels.loss.reverse_kl import reverse_kl
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 from rollforward.model.metrics import merge_metrics, metric_values
 from tests.helpers.bits import different_bits
 from tests.helpers.live_memory import peak_bytes
