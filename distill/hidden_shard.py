@@ -179,9 +179,9 @@ def write_shard(file: Path, key: ShardKey, hidden_RE: Tensor, teacher_logprobs_R
     manifest = _Manifest(key=key, hidden_checksum=_checksum(stored_RE), logprobs_checksum=_checksum(logprobs_R))
     columns = [pa.FixedSizeListArray.from_arrays(pa.array(stored_RE.reshape(-1)), key.width), pa.array(logprobs_R)]
     batch = pa.RecordBatch.from_arrays(columns, schema=_schema(key, _metadata(manifest)))
-    partial = file.with_name(f".{file.name}.partial")
+    # Of this process alone: a rank that outlived its run may still be writing the same shard.
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        # A new file each time: an earlier process may still have the old one open.
         remove_path(partial)
         with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
