@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import Tensor
 
@@ -199,6 +200,23 @@ def test_a_step_that_was_learned_but_not_published_is_learned_again_from_what_is
     (line,) = metrics(resumed)
     assert (line["opd/cache_hits"], line["opd/cache_misses"]) == (12, 0)
     assert "opd/scored_tokens" not in line
+
+
+def test_scores_of_a_step_behind_the_checkpoint_are_there_when_the_run_comes_to_it_again(
+    models: Path, undisturbed: dict[int, dict[str, str]], tmp_path: Path
+) -> None:
+    """The run ends in the loss of its second step, and has no checkpoint but its start."""
+    run = msgspec.structs.replace(_run(models, tmp_path / "run", steps=2), checkpoint_every_steps=2)
+
+    def arm(_controller: Controller, pool: LocalPool) -> None:
+        pool.learner.trainer.hidden_step = _killing(pool.learner.trainer.hidden_step, 1)  # type: ignore[method-assign]
+
+    _die(run, arm)
+    before = len(metrics(run))
+    _, tensors = finish_distill(run)
+    assert tensors == undisturbed[2]
+    hits = [(line["step"], line["opd/cache_hits"]) for line in metrics(run)[before:]]
+    assert hits == [(1, 0), (2, 12)]
 
 
 def test_files_that_are_damaged_torn_exchanged_or_stale_are_named_and_scored_again(

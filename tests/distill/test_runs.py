@@ -90,14 +90,29 @@ def test_nothing_of_teachers_is_left_behind(finished: DistillRun) -> None:
     assert list((Path(finished.run_dir) / HIDDEN_NAME).iterdir()) == []
 
 
-def test_a_student_that_is_all_of_its_teachers_stays_as_it_is(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [
+        ({"type": "reverse_kl"}, {}),
+        ({"type": "forward_kl"}, {"recompute": True}),
+        ({"type": "jensen_shannon", "beta": 0.3}, {"precision": "fp32"}),
+        ({"type": "sampled_token", "baseline": True}, {"keep_routing": False}),
+    ],
+    ids=["reverse", "forward", "jensen_shannon", "sampled"],
+)
+def test_a_student_that_is_all_of_its_teachers_stays_as_it_is(
+    models: Path, tmp_path: Path, loss: dict[str, Any], changes: dict[str, Any]
+) -> None:
     student = {"model_dir": str(models / "student")}
-    run = _run(models, tmp_path / "run", {"x": student, "y": student | {"weight": 3.0}}, routing="all", **SHORT)
+    both = {"x": student, "y": student | {"weight": 3.0}}
+    run = _run(models, tmp_path / "run", both, routing="all", loss=loss, **SHORT | changes)
     _, tensors = finish_distill(run)
     assert tensors == published(run, 0)
     (line,) = metrics(run)
-    names = ("opd/kl", "opd/kl_by_teacher/x", "opd/kl_by_teacher/y", "opd/loss", "actor/grad_norm")
-    assert [line[name] for name in names] == [0.0] * 5
+    measures = {name: value for name, value in line.items() if name.startswith("opd/") and "_by_teacher/" in name}
+    assert {name.rpartition("/")[2] for name in measures} == {"x", "y"}
+    assert set(measures.values()) == {0.0}
+    assert (line["opd/loss"], line["actor/grad_norm"], line["training/rollout_probs_diff_max"]) == (0.0, 0.0, 0.0)
 
 
 def test_teachers_of_a_token_add_up(models: Path, tmp_path: Path) -> None:
@@ -262,7 +277,7 @@ def test_teachers_say_what_their_models_say_of_the_sampled_tokens_of_all_turns(
         {"plain": {"model_dir": str(plain)}},
         **SHORT | {"tasks": [tools]},
         routing="all",
-        sampling={"max_new_tokens": 20, "top_p": 0.95},
+        sampling={"max_new_tokens": 20, "top_p": 0.95, "temperature": 0.8},
         micro_batch_tokens=512,
     )
     controller, _, rollout = build_distill(run)
