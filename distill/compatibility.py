@@ -1,23 +1,34 @@
 """Whether a teacher speaks of the student's tokens, told before anything is allocated.
 
-A divergence compares two distributions id by id, so an id must be the same text to both. Architectures may differ:
-width, layers and experts are a teacher's own affair.
+A divergence compares two distributions id by id, so an id must be the same text to both; and a text must be the same
+ids to both, or a teacher reads sequences as it never saw them. Architectures may differ: width, layers and experts are
+a teacher's own affair. No tensor is read, so this can be told before they are fetched.
 """
 
+import itertools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from rollforward.distill.errors import TeacherError, TeacherMismatchError
-from rollforward.model.checkpoint_headers import load_checkpoint_config
-from rollforward.model.config import ModelConfig
+from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.encoding_version import LATER, EncodingVersion, find_encoding_version
 from rollforward.model.errors import ModelError
 from rollforward.model.tokenizer import Tokenizer
 
 _ANOTHER = "Take a teacher that was trained with the student's tokenizer"
+
+_IGNORED = frozenset({"version", "vocab", "truncation", "padding", "special", "trim_offsets"})
+"""Keys of tokenizer.json that change neither ids nor text, and differ between two savings of one tokenizer: the form of
+the file; how the batch of the last call was cut and filled, which nothing here does; which control tokens a decoder
+leaves out if asked to, which nothing here asks; where offsets begin. Entries of the vocabulary are compared by id."""
+
+_ABSENT = object()
+
+_SHOWN_CHARACTERS = 200
 
 
 class _Speaker(NamedTuple):
@@ -29,6 +40,8 @@ class _Speaker(NamedTuple):
     control_ids: frozenset[int]
     """Ids that plain text never becomes."""
     encoding: EncodingVersion
+    rules: Mapping[str, Any]
+    """How text becomes ids and ids text: tokenizer.json as its library writes it, whatever the file's own form."""
 
 
 class _Difference(NamedTuple):
@@ -74,11 +87,12 @@ def check_teacher(name: str, directory: Path, *, student_dir: Path, longest_toke
 
 
 def _speaker(directory: Path) -> _Speaker:
-    config = load_checkpoint_config(directory, is_announced=False)
+    config = load_model_config(directory)
     entries = tokenizers.Tokenizer.from_str(Tokenizer.load(directory).serialized)
     spellings = {index: spelling for spelling, index in entries.get_vocab(with_added_tokens=True).items()}
     control_ids = frozenset(entries.get_added_tokens_decoder())
-    return _Speaker(config, spellings, control_ids, find_encoding_version(directory) or LATER)
+    encoding = find_encoding_version(directory) or LATER
+    return _Speaker(config, spellings, control_ids, encoding, json.loads(entries.to_str()))
 
 
 def _differences(teacher: _Speaker, student: _Speaker) -> Iterator[_Difference]:
@@ -91,6 +105,12 @@ def _differences(teacher: _Speaker, student: _Speaker) -> Iterator[_Difference]:
         if of_teacher != of_student:
             rule = f"an id must be the same text to both. {_ANOTHER}"
             yield _Difference(f"entry {index} of tokenizer.json", of_teacher, of_student, rule)
+    for place, of_teacher, of_student in _unlike(teacher.rules, student.rules, ""):
+        rule = (
+            f"a text must be the same ids to both, and ids the same text. {_ANOTHER}; if it was, and only its file was"
+            " written otherwise, put the student's tokenizer.json in its place"
+        )
+        yield _Difference(f"{place} of tokenizer.json", _shown(of_teacher), _shown(of_student), rule)
     if teacher.encoding != student.encoding:
         rule = (
             "both must read the same text of a conversation. Take a teacher of that encoding, or correct encoding.json"
@@ -103,3 +123,23 @@ def _entry(speaker: _Speaker, index: int) -> str:
         return "absent"
     kind = "control token" if index in speaker.control_ids else "text"
     return f"{kind} {speaker.spellings[index]!r}"
+
+
+def _unlike(of_teacher: object, of_student: object, place: str) -> Iterator[tuple[str, object, object]]:
+    """Where two JSON values differ, in depth, and how."""
+    if of_teacher == of_student:
+        return
+    if isinstance(of_teacher, Mapping) and isinstance(of_student, Mapping):
+        for key in sorted((of_teacher.keys() | of_student.keys()) - _IGNORED):
+            values = of_teacher.get(key, _ABSENT), of_student.get(key, _ABSENT)
+            yield from _unlike(*values, f"{place}.{key}" if place else key)
+    elif isinstance(of_teacher, list) and isinstance(of_student, list):
+        for index, values in enumerate(itertools.zip_longest(of_teacher, of_student, fillvalue=_ABSENT)):
+            yield from _unlike(*values, f"{place}[{index}]")
+    else:
+        yield place, of_teacher, of_student
+
+
+def _shown(value: object) -> str:
+    said = "absent" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
+    return said if len(said) <= _SHOWN_CHARACTERS else said[:_SHOWN_CHARACTERS] + "..."

@@ -31,7 +31,8 @@ from rollforward.rollout.wal_files import replace_file
 
 _CONFIG_NAME = "config.json"
 _RECORD_NAME = "FETCHED"  # no name that a teacher's file may have
-_SUFFIXES = (".json", ".safetensors")
+_TENSORS = ".safetensors"
+_SUFFIXES = (".json", _TENSORS)
 """All that a teacher needs; a repository may hold the same weights in other formats, and pictures."""
 
 _STAMP_KEYS = ("etag", "md5hash", "content-md5", "generation", "mtime", "lastmodified", "last-modified", "created")
@@ -72,25 +73,46 @@ def locate(name: str, config: TeacherConfig, store: str | None) -> str:
     Args:
         name: the teacher. config: its own. store: `teacher_store` of the run.
 
+    Returns:
+        A URL as it was given; a path so that it means the same to a process with another working directory or home.
+
     Raises:
         TeacherError: neither of the two says.
     """
     if config.model_dir is not None:
-        return config.model_dir
+        return _absolute(config.model_dir)
     if store is None:
         raise TeacherError(
             f"teachers.{name} has no model_dir and teacher_store is not set; nobody knows where it lies. Set one of"
             " them"
         )
-    return f"{store.rstrip('/')}/{name}"
+    return _absolute(f"{store.rstrip('/')}/{name}" if "://" in store else str(Path(store, name)))
 
 
-def fetch(url: str, cache_dir: Path) -> Path:
+def _absolute(place: str) -> str:
+    return place if "://" in place else str(Path(place).expanduser().resolve())
+
+
+def check_store(teachers: Mapping[str, TeacherConfig], store: str | None) -> None:
+    """Refuse a `teacher_store` in which no teacher is looked for.
+
+    Raises:
+        TeacherError: every teacher has a directory of its own.
+    """
+    if store is not None and all(teacher.model_dir is not None for teacher in teachers.values()):
+        raise TeacherError(
+            f"teacher_store is {store} and every teacher has a model_dir, so nothing is looked for in it. Remove"
+            " teacher_store, or the model_dir of each teacher that lies there under its name"
+        )
+
+
+def fetch(url: str, cache_dir: Path, *, with_tensors: bool = True) -> Path:
     """Return a local directory with a teacher's files, for which a URL is fetched where it is not there yet.
 
     Args:
         url: a path, or any URL that fsspec knows.
         cache_dir: made if absent. Processes of one host may call this at the same time; one fetches.
+        with_tensors: False leaves the large files to a later call; what is known without them may refuse the teacher.
 
     Raises:
         TeacherError: there is no model directory, nothing on this machine speaks the protocol, or the disk has no room.
@@ -104,8 +126,8 @@ def fetch(url: str, cache_dir: Path) -> Path:
     directory = cache_dir / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.with_name(directory.name + ".lock")):
-            _complete(directory, _listed(url))
+        with locked(directory.with_name(directory.name + ".lock")):
+            _complete(directory, _listed(url), with_tensors=with_tensors)
     except OSError as error:  # the remote's are told in other types
         raise TeacherReadError(
             f"{url} cannot be kept in {directory}: {error}. Put the disk right, or set teacher_cache.directory"
@@ -117,16 +139,20 @@ def _check_names(place: str, names: list[str] | None) -> None:
     """Refuse what is no model directory; None stands for what is no directory."""
     if names is None:
         raise TeacherError(f"{place} is no directory; a teacher is a model directory. Correct its model_dir")
-    if _CONFIG_NAME not in names or not any(name.endswith(".safetensors") for name in names):
-        lacks = _CONFIG_NAME if _CONFIG_NAME not in names else ".safetensors file"
+    if _CONFIG_NAME not in names or not any(name.endswith(_TENSORS) for name in names):
+        lacks = _CONFIG_NAME if _CONFIG_NAME not in names else f"{_TENSORS} file"
         raise TeacherError(
             f"{place} has no {lacks}; a teacher is a model directory in the official layout. Correct its model_dir"
         )
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Wait for the lock, however long the fetch of its holder takes."""
+def locked(path: Path) -> Generator[None]:
+    """Hold a lock between processes, whose file is made if absent; wait however long its holder takes.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -176,8 +202,8 @@ def _failed(url: str, error: Exception) -> TeacherReadError:
     )
 
 
-def _complete(directory: Path, remote: _Remote) -> None:
-    """Make the directory's files those of the remote."""
+def _complete(directory: Path, remote: _Remote, *, with_tensors: bool) -> None:
+    """Make the directory's files those of the remote, or all but the tensors that it lacks."""
     known = _recorded(directory)
     kept = {
         name: one for name, one in known.items() if remote.files.get(name) == one and _is_whole(directory, name, one)
@@ -190,6 +216,7 @@ def _complete(directory: Path, remote: _Remote) -> None:
             path.unlink()  # of another version, or half: either would be read as part of this one
     missing = [name for name in remote.files if name not in kept]
     _check_room(directory, remote, missing)
+    missing = [name for name in missing if with_tensors or not name.endswith(_TENSORS)]
     for name in missing:
         _fetch_file(directory, remote, name)
         kept[name] = remote.files[name]

@@ -1,26 +1,55 @@
 """Which teacher a directory holds, and whether its files are still the same.
 
-Here: the record and its making, which reads everything once. Not here: where the directory comes from
-(teacher_files.py), reading it for a forward (teacher_weights.py).
+    the run's process   describe_teacher --reads all of it--> TeacherSource, with the version
+    each rank           local_teacher: the very files that were described, or read on this host: the same version?
+
+What was read is recorded beside fetched teachers with the stamps of the files, so that of the processes of a host one
+reads, and a later run only where a file changed. Here: the record and its making. Not here: where the directory comes
+from (teacher_files.py), reading it for a forward (teacher_weights.py).
 
 Letters: E width of the teacher.
 """
 
 import hashlib
-from collections.abc import Mapping
+import os
+import socket
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.model.checkpoint_headers import check_entries, load_checkpoint_config, scan_checkpoint
-from rollforward.model.config import config_json
+from rollforward.distill.teacher_files import locked
+from rollforward.model.checkpoint_headers import INDEX_NAME, check_entries, load_checkpoint_config, scan_checkpoint
+from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import ModelError
 from rollforward.rollout.errors import WeightsError
+from rollforward.rollout.wal_files import replace_file
 from rollforward.rollout.weights import MANIFEST_NAME, read_manifest, stored_fingerprints
 
-FileStamps = Mapping[str, tuple[int, int]]
-"""Size in bytes and time of the last change in nanoseconds of the tensor files of a directory, by name."""
+CONFIG_NAME = "config.json"
+"""The file that says what the tensors are."""
+
+
+class FileStamp(NamedTuple):
+    """What tells a file from others without reading it. Two files of one stamp are one, even on two hosts: nobody can
+    set the last two."""
+
+    num_bytes: int
+    written_ns: int
+    """Time of the last change of the content."""
+    inode: int
+    touched_ns: int
+    """Time of the last change of anything: name, owner, content."""
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> "FileStamp":
+        """Return the stamp of what the system says of a file."""
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
+
+    def is_content_of(self, other: "FileStamp | None") -> bool:
+        """Whether the content is that of an earlier stamp of the file, whose names and owners may have changed."""
+        return other is not None and self[:2] == other[:2]
 
 
 class TeacherSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,51 +63,105 @@ class TeacherSource(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of its configuration and all its tensors."""
     width: int
     """E, of the vectors that its head reads."""
-    files: dict[str, int] = {}
-    """Sizes in bytes of its tensor files by name, where they are known."""
+    stamps: dict[str, FileStamp] = {}
+    """Of configuration and tensor files by name, as they were when the version was found; empty where nobody did."""
 
 
-def describe_teacher(name: str, directory: Path) -> TeacherSource:
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was read of a directory, as JSON."""
+
+    stamps: dict[str, FileStamp]
+    tensors: dict[str, str]
+    """Fingerprints."""
+
+
+def describe_teacher(name: str, directory: Path, records: Path | None = None) -> TeacherSource:
     """Read all of a teacher once, a tensor at a time, and check it.
 
     Args:
         name: of the configuration. directory: a local model directory in the official layout.
+        records: folder, made if absent, in which is noted what was read. A directory whose files have not changed since
+            is not read again; of several processes one reads, the others wait. None: it is read.
 
     Raises:
         TeacherError: the directory holds no whole model, a value or scale is not finite, or tensors are not those of
             its manifest, where it has one; names the teacher and what is wrong.
+        TeacherReadError: it changed while it was read.
 
     Invariants: equal bytes and configurations give equal versions, on any host and however sharded into files.
     """
     try:
+        stamps = _stamps(directory)
         config = load_checkpoint_config(directory)
         check_entries(scan_checkpoint(directory), config)
-        fingerprints = stored_fingerprints(directory, config)
-        if (directory / MANIFEST_NAME).exists() and read_manifest(directory).tensors != fingerprints:
+        if records is None:
+            fingerprints = stored_fingerprints(directory, config)
+        else:
+            fingerprints = _recorded_fingerprints(directory, config, stamps, records)
+        if _stamps(directory) != stamps:
+            raise TeacherReadError(f"teacher {name}: {directory} changed while it was read. Start when it is finished")
+        if MANIFEST_NAME in stamps and read_manifest(directory).tensors != fingerprints:
             raise TeacherError(
                 f"teacher {name}: tensors in {directory} changed since {MANIFEST_NAME} was written. Fetch the teacher"
                 f" again; if you changed it yourself, remove {MANIFEST_NAME}"
             )
-        files = {file: size for file, (size, _) in _stamps(directory).items()}
-    except (ModelError, WeightsError, OSError) as error:
+    except (ModelError, WeightsError) as error:
         raise TeacherError(f"teacher {name}: {error}") from error
+    except OSError as error:
+        raise TeacherError(
+            f"teacher {name}: {error}. Put the file right; if it is below teacher_cache.directory, another can be set"
+        ) from error
     said = msgspec.json.encode([config_json(config), fingerprints], order="deterministic")
     version = hashlib.blake2b(said, digest_size=16).hexdigest()
-    return TeacherSource(name=name, directory=directory, version=version, width=config.hidden_size, files=files)
+    return TeacherSource(name=name, directory=directory, version=version, width=config.hidden_size, stamps=stamps)
 
 
-def file_stamps(source: TeacherSource) -> FileStamps:
-    """Return what tells later whether a teacher's files are still the same.
+def local_teacher(source: TeacherSource, directory: Path, records: Path) -> TeacherSource:
+    """Return a teacher as it lies on this host, once it is proved to be the one that was described.
+
+    Ranks gather its layers from each other, so a rank with other bytes would make a teacher that nobody has. Files with
+    the very stamps that were described need no other proof; others are read.
+
+    Args:
+        source: from the process that began the run. directory: on this host. records: see ``describe_teacher``.
 
     Raises:
-        TeacherReadError: they are gone.
+        TeacherReadError: it is another; names both versions.
+        TeacherError: as ``describe_teacher``.
     """
-    try:
-        return _stamps(source.directory)
-    except OSError as error:
-        raise TeacherReadError(f"teacher {source.name}: {error}. Put the directory back and resume") from error
+    if source.stamps and _stamps(directory) == source.stamps:
+        return msgspec.structs.replace(source, directory=directory)
+    found = describe_teacher(source.name, directory, records)
+    if found.version != source.version:
+        raise TeacherReadError(
+            f"teacher {source.name}: {directory} on {socket.gethostname()} holds version {found.version[:12]}, and the"
+            f" run began with version {source.version[:12]}; every node must have the same. Make the copies equal and"
+            " resume; where a URL changed meanwhile, resuming is enough"
+        )
+    return found
 
 
-def _stamps(directory: Path) -> dict[str, tuple[int, int]]:
-    found = {path.name: path.stat() for path in sorted(directory.glob("*.safetensors"))}
-    return {name: (one.st_size, one.st_mtime_ns) for name, one in found.items()}
+def _recorded_fingerprints(
+    directory: Path, config: ModelConfig, stamps: dict[str, FileStamp], records: Path
+) -> dict[str, str]:
+    """Fingerprints from the record, if it is of these very files; else read, and recorded if they did not change."""
+    key = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=16).hexdigest()
+    record = records / f"{key}.fingerprints"
+    records.mkdir(parents=True, exist_ok=True)
+    with locked(record.with_suffix(".fingerprints.lock")):
+        try:
+            known = msgspec.json.decode(record.read_bytes(), type=_Record)
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeError):
+            known = None  # what is not recorded is read
+        if known is not None and known.stamps == stamps:
+            return known.tensors
+        fingerprints = stored_fingerprints(directory, config)
+        if _stamps(directory) == stamps:
+            replace_file(record, msgspec.json.encode(_Record(stamps=stamps, tensors=fingerprints)))
+        return fingerprints
+
+
+def _stamps(directory: Path) -> dict[str, FileStamp]:
+    said = [directory / name for name in (CONFIG_NAME, INDEX_NAME, MANIFEST_NAME)]
+    files = [*(file for file in said if file.exists()), *sorted(directory.glob("*.safetensors"))]
+    return {file.name: FileStamp.of(file.stat()) for file in files}

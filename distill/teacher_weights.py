@@ -16,7 +16,7 @@ Letters: V vocabulary, E width of the teacher.
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast, overload
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rollforward.distill.errors import TeacherReadError
-from rollforward.distill.teacher_source import FileStamps, TeacherSource, describe_teacher
+from rollforward.distill.teacher_source import CONFIG_NAME, FileStamp, TeacherSource, describe_teacher
 from rollforward.kernels.quant.formats import FP8_BLOCK
 from rollforward.model.checkpoint import read_stored
 from rollforward.model.checkpoint_headers import FORMAT_OF_DTYPE, check_entries, load_checkpoint_config, scan_checkpoint
@@ -89,10 +89,9 @@ class _MappedReader(TensorReader):
             self.close()
             raise
 
-    def stamps(self) -> FileStamps:
+    def stamps(self) -> dict[str, FileStamp]:
         """Return the stamps of what is mapped, which a name may have ceased to stand for."""
-        found = {file.name: os.fstat(descriptor) for file, descriptor in self._descriptors.items()}
-        return {name: (one.st_size, one.st_mtime_ns) for name, one in found.items()}
+        return {file.name: FileStamp.of(os.fstat(descriptor)) for file, descriptor in self._descriptors.items()}
 
     def read(self, entry: StoredEntry) -> Tensor:
         """See `TensorReader`."""
@@ -116,11 +115,11 @@ class _MappedReader(TensorReader):
 class _TeacherFiles:
     """The mapped files of a teacher."""
 
-    def __init__(self, source: TeacherSource, precision: Precision, stamps: FileStamps | None) -> None:
+    def __init__(self, source: TeacherSource, precision: Precision) -> None:
         """Read headers and map the files.
 
         Raises:
-            TeacherReadError: they are absent, damaged, or not those that were described or stamped.
+            TeacherReadError: they are absent, damaged, or not those that were described.
         """
         self._source, self._precision = source, precision
         try:
@@ -128,21 +127,19 @@ class _TeacherFiles:
             self._entries = scan_checkpoint(source.directory)
             check_entries(self._entries, self.config)
             self._reader = _MappedReader(sorted({entry.file for entry in self._entries.values()}))
+            config_stamp = FileStamp.of((source.directory / CONFIG_NAME).stat())
         except (ModelError, OSError, ValueError) as error:
             raise self._failed(error) from error
         self.params = {spec.name: spec for spec in param_specs(self.config)}
         try:
-            self._check_files(stamps)
+            self._check_files({CONFIG_NAME: config_stamp, **self._reader.stamps()})
         except TeacherReadError:
             self.close()
             raise
 
-    def _check_files(self, stamps: FileStamps | None) -> None:
-        for name, found in self._reader.stamps().items():
-            size = self._source.files.get(name, 0)
-            if self._source.files and found[0] != size:
-                raise self._failed(f"{name} has {found[0]} bytes, and had {size} when the run began")
-            if stamps is not None and stamps.get(name) != found:
+    def _check_files(self, stamps: Mapping[str, FileStamp]) -> None:
+        for name, found in stamps.items():
+            if self._source.stamps and not found.is_content_of(self._source.stamps.get(name)):
                 raise self._failed(f"{name} was written to, or replaced, during the run")
 
     def _failed(self, what: object) -> TeacherReadError:
@@ -220,20 +217,18 @@ def read_head(
     source: TeacherSource,
     *,
     precision: Precision,
-    stamps: FileStamps | None = None,
     until: threading.Event | None = None,
 ) -> Tensor:
     """Return the value of a teacher's head, [V, E] float32; files are mapped while it is read.
 
     Args:
-        source: the teacher. precision: of the forward.
-        stamps: from `file_stamps`, of files that must not have changed since.
+        source: the teacher, whose files must not have changed since they were stamped. precision: of the forward.
         until: once it is set nothing more is read, and what is returned means nothing.
 
     Raises:
         TeacherReadError: a file is absent, damaged or another, or a value is not finite.
     """
-    files = _TeacherFiles(source, precision, stamps)
+    files = _TeacherFiles(source, precision)
     try:
         return files.read_value("head.weight", until)
     finally:
@@ -247,22 +242,20 @@ class ShardedTeacher:
     another thread, which has ended before anything else is called; passes are collective.
     """
 
-    def __init__(
-        self, source: TeacherSource, groups: RankGroups, *, precision: Precision, stamps: FileStamps | None = None
-    ) -> None:
+    def __init__(self, source: TeacherSource, groups: RankGroups, *, precision: Precision) -> None:
         """Map the files. Not collective.
 
         Args:
-            source: the teacher; every rank has the same bytes in its directory.
+            source: the teacher, whose files must not have changed since they were stamped; every rank has the same
+                bytes in its directory (`local_teacher`).
             groups: all ranks, each of which owns a share.
             precision: native values pass through the published formats, fp32 ones are as stored.
-            stamps: from `file_stamps`, of files that must not have changed since.
 
         Raises:
             TeacherReadError: a file is absent, damaged, or another.
         """
         self._groups = groups
-        self._files = _TeacherFiles(source, precision, stamps)
+        self._files = _TeacherFiles(source, precision)
         layers = range(self.config.num_hidden_layers)
         # What is gathered at once, in the order of a pass: the embedding, then layer after layer.
         self._bundles = [

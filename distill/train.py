@@ -13,9 +13,9 @@ from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.hidden_shard import worst_case_bytes
 from rollforward.distill.learner import DistillSettings
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
-from rollforward.distill.teacher_files import fetch, locate
+from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
-from rollforward.model.checkpoint_headers import load_checkpoint_config
+from rollforward.model.config import load_model_config
 from rollforward.rl.setup import Parts
 from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop
 
@@ -52,7 +52,7 @@ def main(run: DistillRun) -> int:
 
 def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
     """Fetch the teachers that are elsewhere, see that they speak of the student's tokens and that what they say has
-    room, and read each once.
+    room, and read each once. Tensors are fetched only when no teacher is refused.
 
     Raises:
         TeacherError, TeacherMismatchError, TeacherReadError: names the teacher.
@@ -62,16 +62,17 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
     longest = run.max_prompt_tokens + max(
         task.budget(run.sampling.max_new_tokens) + task.max_observed_tokens for task in run.tasks
     )
+    check_store(run.teachers, run.teacher_store)
     directories: dict[str, Path] = {}
-    for name in sorted(urls):
-        directories[name] = fetch(urls[name], _cache_dir(run))
-        check_teacher(name, directories[name], student_dir=Path(run.model_dir), longest_tokens=longest)
-    configs = [load_checkpoint_config(directory, is_announced=False) for directory in directories.values()]
-    check_room(run, width=max(config.hidden_size for config in configs))
+    for with_tensors in (False, True):  # checked again with them: what a URL stands for may have changed meanwhile
+        for name in sorted(urls):
+            directories[name] = fetch(urls[name], _cache_dir(run), with_tensors=with_tensors)
+            check_teacher(name, directories[name], student_dir=Path(run.model_dir), longest_tokens=longest)
+        check_room(run, width=max(load_model_config(directory).hidden_size for directory in directories.values()))
     # Reading all of them takes a while, so it comes last.
     found: dict[str, TeacherSource] = {}
     for name, directory in directories.items():
-        found[name] = describe_teacher(name, directory)
+        found[name] = describe_teacher(name, directory, _cache_dir(run))
         say(f"teacher {name}: {directory}, version {found[name].version[:12]}")
     return found
 

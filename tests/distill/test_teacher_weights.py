@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rollforward.distill import teacher_weights
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.distill.teacher_source import describe_teacher, file_stamps
+from rollforward.distill.teacher_source import describe_teacher
 from rollforward.distill.teacher_weights import ShardedTeacher, TeacherSource, _TeacherFiles, read_head
-from rollforward.model.checkpoint import read_checkpoint, read_packed, write_checkpoint
+from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.checkpoint_headers import scan_checkpoint
 from rollforward.model.collectives import RankGroups
 from rollforward.model.config import ModelConfig
@@ -28,10 +28,9 @@ from rollforward.model.shapes import param_specs
 from rollforward.model.train_config import Precision
 from rollforward.model.transformer import Model, Transformer, load_model, packed_batch
 from rollforward.model.weights import ModelWeights, published_tensors
-from rollforward.rollout.weights import publish_weights, version_directory
 from tests.helpers.bits import different_bits
 from tests.helpers.ranks import join_alone, run_on_ranks
-from tests.helpers.teachers import mapped_teachers, wide_config, write_teacher
+from tests.helpers.teachers import mapped_teachers, write_teacher
 from tests.helpers.tiny import oracle_config, random_params, random_tokens, tiny_config
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "native")
@@ -117,7 +116,7 @@ def test_pieces_of_any_number_of_ranks_are_each_row_once(
 def check_pieces(source: TeacherSource, precision: Precision, config: ModelConfig, *, num_ranks: int) -> None:
     values = read_checkpoint(source.directory)
     expected = published_tensors(config, values) if precision == "native" else values
-    files = _TeacherFiles(source, precision, None)
+    files = _TeacherFiles(source, precision)
     for spec in param_specs(config):
         value = torch.zeros(spec.shape, dtype=expected[spec.name].dtype)
         times = torch.zeros(spec.shape[0])
@@ -214,7 +213,7 @@ def test_ranks_share_rows_and_get_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_each_rank_reads_its_share_only(source: TeacherSource) -> None:
-    files = _TeacherFiles(source, "native", None)
+    files = _TeacherFiles(source, "native")
     trunk = [spec for spec in param_specs(oracle_config("flash")) if spec.name.startswith(("embed.", "layers."))]
     shares = [sum(p.num_bytes for spec in trunk for p in files.share(spec, rank, 4)) for rank in range(4)]
     assert max(shares) < 0.4 * sum(shares), shares  # matrices of one FP8 block have one owner
@@ -316,6 +315,7 @@ def test_what_is_absent_or_damaged_at_the_start_is_told_by_name(tmp_path: Path, 
     with pytest.raises(TeacherReadError, match=rf"teacher maths: .*{file.name}"):
         ShardedTeacher(described, alone, precision="native")
     file.write_bytes(whole)
+    os.utime(file, ns=(1, described.stamps[file.name].written_ns))
     ShardedTeacher(described, alone, precision="native").close()
     (editable.directory / "config.json").unlink()
     with pytest.raises(TeacherReadError, match=r"teacher maths: .*config\.json"):
@@ -326,29 +326,40 @@ def test_what_is_absent_or_damaged_at_the_start_is_told_by_name(tmp_path: Path, 
     assert mapped_teachers(tmp_path / "teachers") == set()
 
 
-def test_another_model_of_the_same_names_is_told_by_size(tmp_path: Path, editable: TeacherSource) -> None:
-    described = describe_teacher("maths", editable.directory)
-    shutil.rmtree(editable.directory)
-    write_teacher(editable.directory, tiny_config(), seed=6, stored="fp32")
-    with pytest.raises(TeacherReadError, match=r"teacher maths: .* bytes, and had .* when the run began"):
+def test_another_model_of_the_same_names_and_times_is_told_by_size(tmp_path: Path) -> None:
+    directory, config = tmp_path / "teachers" / "maths", tiny_config()
+    write_checkpoint(directory, config, random_params(config, 6))
+    described = describe_teacher("maths", directory)
+    shutil.rmtree(directory)
+    write_checkpoint(directory, config, random_params(config, 6), precision="fp32")
+    for name, stamp in described.stamps.items():
+        os.utime(directory / name, ns=(1, stamp.written_ns))
+    with pytest.raises(TeacherReadError, match=r"teacher maths: model-\S* was written to, or replaced, during the run"):
         ShardedTeacher(described, groups(tmp_path), precision="native")
 
 
 def test_a_file_that_is_written_to_during_the_run_is_told(tmp_path: Path, editable: TeacherSource) -> None:
-    stamps = file_stamps(editable)
+    described = describe_teacher("maths", editable.directory)
     file, offset = one_file(editable, "head.weight")
-    ShardedTeacher(editable, groups(tmp_path), precision="native", stamps=stamps).close()
+    for one in editable.directory.iterdir():
+        one.chmod(0o600)
+        one.with_name(one.name + ".kept").hardlink_to(one)  # neither changes what is in it
+    ShardedTeacher(described, groups(tmp_path), precision="native").close()
     with file.open("r+b") as out:
         out.seek(offset)
         out.write(b"\x01")
-    os.utime(file, ns=(1, stamps[file.name][1] + 1))
-    with pytest.raises(TeacherReadError, match=rf"teacher maths: {file.name} was written to, or replaced"):
-        ShardedTeacher(editable, groups(tmp_path), precision="native", stamps=stamps)
-    with pytest.raises(TeacherReadError, match=rf"teacher maths: {file.name} was written to, or replaced"):
-        read_head(editable, precision="native", stamps=stamps)
+    for changed in (file, editable.directory / "config.json"):
+        before = described.stamps[changed.name].written_ns
+        os.utime(changed, ns=(1, before + 1))
+        with pytest.raises(TeacherReadError, match=rf"teacher maths: {changed.name} was written to, or replaced"):
+            ShardedTeacher(described, groups(tmp_path), precision="native")
+        with pytest.raises(TeacherReadError, match=rf"teacher maths: {changed.name} was written to, or replaced"):
+            read_head(described, precision="native")
+        os.utime(changed, ns=(1, before))
+    read_head(described, precision="native")
     shutil.rmtree(editable.directory)
     with pytest.raises(TeacherReadError, match="teacher maths"):
-        read_head(editable, precision="native", stamps=stamps)
+        read_head(described, precision="native")
 
 
 def test_a_file_that_is_cut_while_it_is_mapped_is_told_and_ends_nothing(
@@ -397,43 +408,3 @@ def test_values_that_are_none_are_found_while_loading(
     with pytest.raises(TeacherError, match=rf"teacher maths: {tensor}"):
         describe_teacher("maths", editable.directory)
     assert mapped_teachers(tmp_path / "teachers") <= {"maths"}
-
-
-def test_a_description_is_of_bytes_and_configuration(tmp_path: Path) -> None:
-    config, root = tiny_config(), tmp_path
-    params = random_params(config, 3)
-    write_checkpoint(root / "a", config, params)
-    write_checkpoint(root / "b", config, params, max_shard_bytes=2**18)
-    first, second = (describe_teacher("maths", root / name) for name in "ab")
-    assert len(second.files) > len(first.files) == 1
-    assert (first.version, first.width, first.name) == (second.version, 128, "maths")
-    assert first.files == {path.name: path.stat().st_size for path in (root / "a").glob("*.safetensors")}
-    packed = read_packed(root / "a", config)
-    packed["layers.3.ffn.experts.w1.weight"].data[7, 63, 63] ^= 1
-    write_checkpoint(root / "c", config, packed)
-    other = msgspec.structs.replace(config, routed_scaling_factor=2.0)
-    write_checkpoint(root / "d", other, params)
-    assert len({describe_teacher("maths", root / name).version for name in "acd"}) == 3
-    for made in (root / "nothing", tmp_path.parent):
-        with pytest.raises(TeacherError, match="teacher maths: "):
-            describe_teacher("maths", made)
-
-
-def test_a_published_directory_is_held_to_its_manifest(tmp_path: Path) -> None:
-    config: ModelConfig = wide_config()
-    write_checkpoint(tmp_path / "start", config, random_params(config, 3))
-    publish_weights(tmp_path / "weights", 1, config, read_packed(tmp_path / "start", config))
-    directory = version_directory(tmp_path / "weights", 1)
-    described = describe_teacher("maths", directory)
-    assert described.width == 160
-    file, offset = one_file(described, "embed.weight")
-    with file.open("r+b") as out:
-        out.seek(offset)
-        out.write(b"\x12")
-    with pytest.raises(TeacherError, match=r"teacher maths: tensors in .* changed since manifest\.json was written"):
-        describe_teacher("maths", directory)
-    (directory / "manifest.json").write_text("{}")
-    with pytest.raises(TeacherError, match=r"teacher maths: .*holds no readable manifest\.json"):
-        describe_teacher("maths", directory)
-    (directory / "manifest.json").unlink()
-    assert describe_teacher("maths", directory).version != described.version

@@ -205,7 +205,8 @@ def test_a_directory_that_vanished(tmp_path: Path) -> None:
 def test_a_file_that_is_exchanged_between_two_loads(tmp_path: Path) -> None:
     made = {name: write_teacher(tmp_path / "teachers" / name, tiny_config(), 1) for name in "ab"}
     for kind in ("trunks", "heads"):
-        shelf = trunks(made, tmp_path) if kind == "trunks" else HeadShelf(made, precision="native")
+        described = {name: describe_teacher(name, source.directory) for name, source in made.items()}
+        shelf = trunks(described, tmp_path) if kind == "trunks" else HeadShelf(described, precision="native")
         shelf.use("b", "a")
         shelf.use("a", None)
         for file in made["b"].directory.glob("*.safetensors"):

@@ -43,6 +43,7 @@ def small_distill(run_dir: Path, model_dir: Path, teachers: dict[str, Any], **ch
         "eval": {"prompts": 4, "every_steps": 3},
         "checkpoint_every_steps": 1,
         "tracker": {"mode": "disabled"},
+        "teacher_cache": {"directory": str(run_dir / "teachers")},
         "rollout": {"threads": 1, "wal": {"level": "process"}},
         "cluster": {"learner_threads": 1},
     }
@@ -103,7 +104,7 @@ def learner_settings(run: DistillRun) -> DistillSettings:
         keep_routing=run.keep_routing,
         teachers=find_teachers(run, urls),
         teacher_urls=urls,
-        teacher_cache_dir=str(Path(run.run_dir) / "teachers"),
+        teacher_cache_dir=run.teacher_cache.directory,
         hidden_root=str(Path(run.run_dir) / HIDDEN_NAME),
         max_hidden_bytes=max_hidden_bytes(run),
         **policy_settings(run),
