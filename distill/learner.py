@@ -28,7 +28,7 @@ from rollforward.distill.hidden_shard import CachedShard, ShardKey, shard_key
 from rollforward.distill.losses import DistillInputs, distill_loss
 from rollforward.distill.schedule import TeacherPlan
 from rollforward.distill.teacher_files import fetch
-from rollforward.distill.teacher_source import TeacherSource
+from rollforward.distill.teacher_source import TeacherSource, local_teacher
 from rollforward.distill.teachers import HeadShelf, TeacherScorer, TeacherShelf
 from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
 from rollforward.kernels.loss.reverse_kl import reverse_kl
@@ -92,14 +92,18 @@ class DistillLearner(TrainedPolicy):
     """One rank of the learner of distillation. Needs an initialised process group; every method is collective."""
 
     def __init__(self, settings: DistillSettings) -> None:
-        """Read the student's checkpoint and build the trainer; teachers are loaded when their turn comes."""
+        """Read the student's checkpoint, build the trainer, and prove that the teachers on this node are those of the
+        run; they are loaded when their turn comes.
+
+        Raises:
+            TeacherError, TeacherReadError: a teacher is not; names it.
+        """
         super().__init__(settings)
         self._settings = settings
         self._groups = RankGroups(torch.distributed.get_world_size())
+        cache_dir = Path(settings.teacher_cache_dir)
         sources = {
-            name: msgspec.structs.replace(
-                source, directory=fetch(settings.teacher_urls[name], Path(settings.teacher_cache_dir))
-            )
+            name: local_teacher(source, fetch(settings.teacher_urls[name], cache_dir), cache_dir)
             for name, source in settings.teachers.items()
         }
         self._trunks = TeacherShelf(sources, self._groups, precision=settings.precision)

@@ -28,7 +28,7 @@ def main(run: DistillRun) -> int:
     """
 
     def prepare(_parts: Parts) -> Place:
-        urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
+        urls = teacher_urls(run)
         teachers = find_teachers(run, urls)
 
         def place() -> tuple[DistillPool, DistillStages]:
@@ -48,6 +48,12 @@ def main(run: DistillRun) -> int:
         return place
 
     return run_loop(run, prepare)
+
+
+def teacher_urls(run: DistillRun) -> dict[str, str]:
+    """Return where each teacher is, by name: a URL, or a path that means the same to processes that work elsewhere."""
+    located = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
+    return {name: url if "://" in url else str(Path(url).expanduser().resolve()) for name, url in located.items()}
 
 
 def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
@@ -103,4 +109,4 @@ def check_room(run: DistillRun, *, width: int) -> None:
 
 
 def _cache_dir(run: DistillRun) -> Path:
-    return Path(run.teacher_cache.directory).expanduser()
+    return Path(run.teacher_cache.directory).expanduser().absolute()

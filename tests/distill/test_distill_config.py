@@ -19,7 +19,7 @@ from rollforward.conf.errors import ConfigError
 from rollforward.conf.jobs import plan_jobs
 from rollforward.distill.config import DistillRun, ForwardKL, JensenShannon, ReverseKL, SampledToken
 from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError
-from rollforward.distill.train import main
+from rollforward.distill.train import main, teacher_urls
 from tests.helpers.distill_runs import small_distill, write_models
 from tests.helpers.runs import TASK
 
@@ -194,6 +194,21 @@ def test_who_teaches_what_is_checked_before_anything_is_read(tmp_path: Path) -> 
 def test_a_pipeline_whose_last_stage_nobody_could_teach_does_not_begin(change: str) -> None:
     with pytest.raises(ConfigError, match=r"tasks|nobody teaches"):
         plan_jobs("train", ["recipe=tiny_pipeline", f"opd.{change}"])
+
+
+def test_a_path_means_the_same_to_processes_that_work_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    teachers = {"a": {"model_dir": "models/a"}, "b": {"model_dir": "s3://bucket/b"}, "c": {}}
+    here = {"a": f"{tmp_path}/models/a", "b": "s3://bucket/b"}
+    for store, of_c in (
+        ("store", f"{tmp_path}/store/c"),
+        ("gs://store/", "gs://store/c"),
+        ("~/x", f"{Path.home()}/x/c"),
+    ):
+        run = small_distill(tmp_path / "run", tmp_path / "x", teachers, routing="all", teacher_store=store)
+        assert teacher_urls(run) == here | {"c": of_c}
 
 
 def test_a_teacher_that_is_not_there_or_of_another_tokenizer_is_refused_before_anything_is_allocated(

@@ -5,6 +5,7 @@ again what was finished.
 Points within a step without Ray are in tests/distill/test_interrupted_runs.py.
 """
 
+import contextlib
 import json
 import subprocess
 import time
@@ -91,33 +92,37 @@ class _Life:
             assert time.monotonic() < deadline_s, self.told()
             time.sleep(0.005)
 
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.driver.pid).children(recursive=True)
-
-    def ranks(self) -> list[psutil.Process]:
-        return [process for process in self.family() if "DistillActor" in " ".join(process.cmdline())]
+    def family(self) -> dict[psutil.Process, str]:
+        """The command's processes and their titles."""
+        titles: dict[psutil.Process, str] = {}
+        for process in psutil.Process(self.driver.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended by now
+                titles[process] = " ".join(process.cmdline())
+        return titles
 
     def kill_rank(self) -> None:
         """SIGKILL to one of the two; the command says so and ends by itself."""
-        ranks, family = self.ranks(), self.family()
-        assert len(ranks) == 2, [process.cmdline() for process in family]
+        family = self.family()
+        ranks = [process for process, title in family.items() if "DistillActor" in title]
+        assert len(ranks) == 2, family
         ranks[1].kill()
         assert self.driver.wait(timeout=120) not in (0, -9)
         assert "resume" in self.told()
-        self._wait_for_end(family)
+        _wait_for_end(family)
 
     def kill_command(self) -> None:
         """SIGKILL to the command, whose processes end by themselves."""
         family = self.family()
         self.driver.kill()
         self.driver.wait(timeout=60)
-        self._wait_for_end(family)
+        _wait_for_end(family)
 
-    def _wait_for_end(self, family: list[psutil.Process]) -> None:
-        titles = {process.pid: " ".join(process.cmdline()) for process in family if process.is_running()}
-        _, alive = psutil.wait_procs(family, timeout=60)
-        left = [titles.get(process.pid, "") for process in alive]
-        assert not [title for title in left if "Actor" in title], left
+
+def _wait_for_end(family: dict[psutil.Process, str]) -> None:
+    """Nobody is left who writes into the run; some helpers of Ray's need a minute."""
+    workers = [process for process, title in family.items() if "Actor" in title]
+    assert workers
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 def _hits(run_dir: Path) -> list[tuple[int, float]]:

@@ -12,8 +12,7 @@ from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.learner import Canary, DistillLearner, DistillSettings
 from rollforward.distill.schedule import TeacherPlan
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
-from rollforward.distill.teacher_files import locate
-from rollforward.distill.train import find_teachers
+from rollforward.distill.train import find_teachers, teacher_urls
 from rollforward.model.metrics import Metric
 from rollforward.rl.controller import Controller, RunOutcome
 from rollforward.rl.setup import load_parts
@@ -98,7 +97,7 @@ class LocalPool:
 
 def learner_settings(run: DistillRun) -> DistillSettings:
     """What a rank of the run is told."""
-    urls = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
+    urls = teacher_urls(run)
     return DistillSettings(
         loss=run.loss,
         keep_routing=run.keep_routing,
