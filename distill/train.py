@@ -4,20 +4,26 @@ own (stages.py)."""
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from rollforward.conf.console import say
 from rollforward.distill.actors import DistillActor, DistillPool
 from rollforward.distill.compatibility import check_teacher
 from rollforward.distill.config import DistillRun
-from rollforward.distill.errors import HiddenRoomError
+from rollforward.distill.errors import HiddenRoomError, TeacherError
 from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.hidden_shard import worst_case_bytes
 from rollforward.distill.learner import DistillSettings
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
+from rollforward.model.checkpoint import sync_path
 from rollforward.model.config import load_model_config
 from rollforward.rl.setup import Parts
 from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop
+
+TEACHERS_NAME = "teachers.json"
+"""File of a run directory with the version of each teacher that the run began with."""
 
 
 def main(run: DistillRun) -> int:
@@ -58,7 +64,8 @@ def teacher_urls(run: DistillRun) -> dict[str, str]:
 
 def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
     """Fetch the teachers that are elsewhere, see that they speak of the student's tokens and that what they say has
-    room, and read each once. Tensors are fetched only when no teacher is refused.
+    room, read each once, and see that it is the teacher that the run began with. Tensors are fetched only when no
+    teacher is refused.
 
     Raises:
         TeacherError, TeacherMismatchError, TeacherReadError: names the teacher.
@@ -80,7 +87,36 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
     for name, directory in directories.items():
         found[name] = describe_teacher(name, directory, _cache_dir(run))
         say(f"teacher {name}: {directory}, version {found[name].version[:12]}")
+    _keep_versions(Path(run.run_dir), {name: source.version for name, source in found.items()})
     return found
+
+
+def _keep_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
+    """Write down which teachers a run has, or see that they are those that it began with.
+
+    Raises:
+        TeacherError: one is another, or nobody can read which they were.
+    """
+    file = run_dir / TEACHERS_NAME
+    if not file.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(versions)))
+        sync_path(partial)
+        partial.replace(file)
+        sync_path(run_dir)
+        return
+    try:
+        began_with = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TeacherError(f"{file} cannot be read: {error}. Put it back, or choose another run_dir") from error
+    for name, version in versions.items():
+        if began_with.get(name) != version:
+            raise TeacherError(
+                f"teacher {name}: its version is {version}; the run in {run_dir} began with"
+                f" {began_with.get(name, 'another set of teachers')} ({file}). Put the teacher back as it was, or"
+                " choose another run_dir to begin anew with this one"
+            )
 
 
 def check_room(run: DistillRun, *, width: int) -> None:

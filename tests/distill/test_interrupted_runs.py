@@ -18,16 +18,19 @@ from rollforward.distill import learner, teachers
 from rollforward.distill.config import DistillRun
 from rollforward.distill.errors import HiddenCacheError, TeacherError, TeacherReadError
 from rollforward.distill.hidden_cache import HIDDEN_NAME
+from rollforward.distill.learner import DistillLearner
 from rollforward.rl.controller import Controller
 from tests.helpers.distill_runs import (
     LocalPool,
     build_distill,
     finish_distill,
+    learner_settings,
     metrics,
     published,
     small_distill,
     write_models,
 )
+from tests.helpers.ranks import join_alone
 from tests.helpers.runs import LocalRollout
 
 TASKS = {
@@ -252,23 +255,28 @@ def test_files_that_are_damaged_torn_exchanged_or_stale_are_named_and_scored_aga
     assert _shards(resumed) == {}
 
 
-def test_a_teacher_that_was_replaced_while_no_process_ran_is_named_and_asked_again(
-    models: Path, resumed: DistillRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_teacher_that_was_replaced_while_no_process_ran_is_refused_until_it_is_put_back(
+    models: Path, undisturbed: dict[int, dict[str, str]], resumed: DistillRun, tmp_path: Path
 ) -> None:
-    """What the old one said is not mixed with what the new one says: the weights are of a run with the new one."""
     others = tmp_path / "models"
     shutil.copytree(models, others)
     shutil.rmtree(others / "c")
     shutil.copytree(others / "b", others / "c")
-    run = _run(others, Path(resumed.run_dir))
-    _, tensors = finish_distill(run)
-    told = [line for line in capsys.readouterr().err.splitlines() if "scored again" in line]
-    assert len(told) == 6
-    assert all("-c.arrow is foreign: it is of teacher c in version " in line for line in told)
-    (line,) = metrics(run)
-    assert (line["opd/cache_hits"], line["opd/cache_misses"]) == (6, 6)
-    _, expected = finish_distill(_run(others, tmp_path / "again"))
-    assert tensors == expected
+    before = _shards(resumed)
+    with pytest.raises(TeacherError, match=r"teacher c: its version is \w{32}; the run in .* began with \w{32} "):
+        build_distill(_run(others, Path(resumed.run_dir)))
+    assert _shards(resumed) == before
+    shutil.rmtree(others / "c")
+    shutil.copytree(models / "c", others / "c")
+    _, tensors = finish_distill(_run(others, Path(resumed.run_dir)))
+    assert tensors == undisturbed[1]
+
+
+def test_what_a_run_no_longer_knows_of_its_teachers_is_refused(resumed: DistillRun) -> None:
+    file = Path(resumed.run_dir) / "teachers.json"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(TeacherError, match=r"teachers\.json cannot be read: .*choose another run_dir"):
+        build_distill(resumed)
 
 
 def test_a_teacher_that_is_replaced_during_the_run_ends_it_by_its_name(
@@ -296,6 +304,18 @@ def test_a_teacher_that_is_replaced_during_the_run_ends_it_by_its_name(
     (others / "away").rename(others / "b")
     _, tensors = finish_distill(run)
     assert tensors == undisturbed[1]
+
+
+def test_a_rank_whose_node_has_another_teacher_by_that_name_refuses_it(models: Path, tmp_path: Path) -> None:
+    """Files of the same sizes: the weights alone differ."""
+    join_alone(tmp_path)
+    settings = learner_settings(_run(models, tmp_path / "run"))
+    version = settings.teachers["a"].version[:12]
+    elsewhere = {**settings.teacher_urls, "a": str(models / "b")}
+    with pytest.raises(TeacherReadError, match=rf"teacher a: .* the run began with version {version}.* resume"):
+        DistillLearner(msgspec.structs.replace(settings, teacher_urls=elsewhere))
+    shutil.copytree(models / "a", tmp_path / "copy")
+    DistillLearner(msgspec.structs.replace(settings, teacher_urls=elsewhere | {"a": str(tmp_path / "copy")}))
 
 
 def test_a_head_that_is_not_the_teachers_of_the_vectors_ends_the_run(
