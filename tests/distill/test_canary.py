@@ -137,7 +137,7 @@ def test_the_head_of_another_model_is_found(student: _Student, monkeypatch: pyte
     read = teachers.read_head
 
     def of_another(source: TeacherSource, **options: Any) -> Tensor:
-        return read(msgspec.structs.replace(source, directory=student.other), **options | {"stamps": None})
+        return read(msgspec.structs.replace(source, directory=student.other), **options)
 
     monkeypatch.setattr(teachers, "read_head", of_another)
     student.require_refused(student.published)
