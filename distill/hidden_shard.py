@@ -34,6 +34,7 @@ from rollforward.distill.errors import HiddenCacheError
 from rollforward.model.checkpoint import sync_path
 from rollforward.model.train_config import Precision
 from rollforward.rl.batch import PackedBatch
+from rollforward.rl.samples import SpokenTokens
 from rollforward.rollout.types import RequestId
 
 ABSENT = "absent"
@@ -104,7 +105,13 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def shard_key(
-    packed: PackedBatch, *, teacher: str, teacher_version: str, policy_version: int, precision: Precision, width: int
+    packed: PackedBatch | SpokenTokens,
+    *,
+    teacher: str,
+    teacher_version: str,
+    policy_version: int,
+    precision: Precision,
+    width: int,
 ) -> ShardKey:
     """Return the key of a micro-batch's vectors; arguments as the fields of `ShardKey`.
 

@@ -48,7 +48,7 @@ from rollforward.rl.learner import (
     worst_sequences,
 )
 from rollforward.rl.losses.base import loss_inputs, shared_metrics, without_garbage
-from rollforward.rl.samples import open_step
+from rollforward.rl.samples import SpokenTokens, open_step
 from rollforward.rollout.types import RequestId
 from rollforward.rollout.weights import canary_ids
 
@@ -271,7 +271,9 @@ class DistillLearner(TrainedPolicy):
         metrics.extend(shared_metrics(without_garbage(inputs)))
 
 
-def teacher_key(packed: PackedBatch, source: TeacherSource, *, step: int, precision: Precision) -> ShardKey:
+def teacher_key(
+    packed: PackedBatch | SpokenTokens, source: TeacherSource, *, step: int, precision: Precision
+) -> ShardKey:
     """Return the identity of what a teacher says of a micro-batch of a step, which the policy after ``step`` steps
     sampled."""
     return shard_key(

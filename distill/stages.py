@@ -87,7 +87,7 @@ class DistillStages:
         samples = open_step(step_dir)
         keys = [
             teacher_key(
-                samples.micro_batch(plan.micro_batch), self._teachers[plan.teacher], step=step, precision=run.precision
+                samples.spoken(plan.micro_batch), self._teachers[plan.teacher], step=step, precision=run.precision
             )
             for plan in plans
         ]

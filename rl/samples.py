@@ -30,6 +30,7 @@ from rollforward.model.checkpoint import sync_path
 from rollforward.rl.batch import PackedBatch, StepBatch, TrajectoryRow, concatenate
 from rollforward.rl.errors import SampleFileError
 from rollforward.rl.packing import MicroBatchPlan
+from rollforward.rollout.types import RequestId
 
 SAMPLES_NAME = "samples"
 """Folder of a run directory that holds the samples of its steps."""
@@ -93,6 +94,19 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True):
     token_checksum: int
 
 
+class SpokenTokens(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What was said in some trajectories, end to end, and which of it is trained; the fields of `PackedBatch`."""
+
+    token_ids_T: npt.NDArray[np.int32]
+    """[T]."""
+    sequence_lengths_B: npt.NDArray[np.int32]
+    """[B]."""
+    trained_mask_T: npt.NDArray[np.bool_]
+    """[T]."""
+    ids: tuple[RequestId, ...]
+    """Of the trajectories."""
+
+
 class StepSamples:
     """The samples of one step, mapped into memory; nothing is read before it is asked for.
 
@@ -127,6 +141,19 @@ class StepSamples:
         runs = itertools.groupby(enumerate(plan.rows), key=lambda item: item[1] - item[0])
         parts = [self._consecutive([index for _, index in run]) for _, run in runs]
         return parts[0] if len(parts) == 1 else concatenate(parts)
+
+    def spoken(self, plan: MicroBatchPlan) -> SpokenTokens:
+        """Return the tokens of a plan's trajectories alone. Unlike ``micro_batch`` it reads no other column, and so
+        cannot verify them: for names and checksums, not to learn from."""
+        spans = [self._span(index, index) for index in plan.rows]
+        rows = [self.rows[index] for index in plan.rows]
+        columns = self._tokens.columns
+        return SpokenTokens(
+            token_ids_T=np.concatenate([columns["token_ids"][span] for span in spans]),
+            sequence_lengths_B=np.array([length for row in rows for length in row.segment_lengths], dtype=np.int32),
+            trained_mask_T=np.concatenate([columns["trained_mask"][span] for span in spans]).view(np.bool_),
+            ids=tuple(row.id for row in rows),
+        )
 
     def _span(self, first: int, last: int) -> slice:
         """Tokens of consecutive rows."""

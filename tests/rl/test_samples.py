@@ -244,3 +244,14 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("a file where the folder should be")
     with pytest.raises(SampleFileError, match=r"step_000007 cannot be written: .*Make room"):
         write_step(tmp_path / "samples", 7, _batch())
+
+
+def test_tokens_alone_are_those_of_the_micro_batch(tmp_path: Path) -> None:
+    samples = open_step(write_step(tmp_path, 7, _batch()))
+    for rows in ((0,), (0, 1, 2), (1, 4, 5), (8, 0)):
+        spoken, packed = samples.spoken(MicroBatchPlan(rows=rows)), samples.micro_batch(MicroBatchPlan(rows=rows))
+        assert spoken.ids == packed.ids
+        for name in ("token_ids_T", "sequence_lengths_B", "trained_mask_T"):
+            one, other = getattr(spoken, name), getattr(packed, name)
+            assert one.dtype == other.dtype, name
+            assert np.array_equal(one, other), name
