@@ -129,7 +129,11 @@ def _unlike(of_teacher: object, of_student: object, place: str) -> Iterator[tupl
     """Where two JSON values differ, in depth, and how."""
     if of_teacher == of_student:
         return
-    if isinstance(of_teacher, Mapping) and isinstance(of_student, Mapping):
+    if (
+        isinstance(of_teacher, dict)
+        and isinstance(of_student, dict)
+        and of_teacher.get("type") == of_student.get("type")
+    ):
         for key in sorted((of_teacher.keys() | of_student.keys()) - _IGNORED):
             values = of_teacher.get(key, _ABSENT), of_student.get(key, _ABSENT)
             yield from _unlike(*values, f"{place}.{key}" if place else key)

@@ -135,8 +135,8 @@ def local_teacher(source: TeacherSource, directory: Path, records: Path) -> Teac
     if found.version != source.version:
         raise TeacherReadError(
             f"teacher {source.name}: {directory} on {socket.gethostname()} holds version {found.version[:12]}, and the"
-            f" run began with version {source.version[:12]}; every node must have the same. Make the copies equal and"
-            " resume; where a URL changed meanwhile, resuming is enough"
+            f" run began with version {source.version[:12]}; every node must have the same. Put the teacher back"
+            " there as it was and resume; if its URL changed, begin anew with another run_dir"
         )
     return found
 

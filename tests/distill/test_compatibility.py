@@ -99,6 +99,131 @@ def test_a_control_token_that_is_plain_text_to_the_teacher(student: Path) -> Non
     assert "is control token '<｜title｜>'; an id" in message
 
 
+def _at(entries: dict[str, Any], *path: str | int) -> Any:
+    for key in path:
+        entries = entries[key]  # type: ignore[index]
+    return entries
+
+
+SPLIT = {"Regex": r"\p{N}{1,3}"}
+SEQUENCE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what", "of_teacher", "of_student"),
+    [
+        (("normalizer",), {"type": "NFC"}, "normalizer", '{"type": "NFC"}', "null"),
+        (
+            ("pre_tokenizer", "pretokenizers", 0, "pattern"),
+            SPLIT,
+            "pre_tokenizer.pretokenizers[0].pattern.Regex",
+            None,
+            None,
+        ),
+        (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, None, "true", "false"),
+        (
+            ("pre_tokenizer",),
+            {"type": "Metaspace", "replacement": "_"},
+            "pre_tokenizer",
+            None,
+            None,
+        ),
+        (("decoder",), {"type": "Fuse"}, "decoder", '{"type": "Fuse"}', None),
+        (("decoder",), None, "decoder", "null", None),
+        (("post_processor",), SEQUENCE, "post_processor", None, "null"),
+        (("model", "dropout"), 0.5, "model.dropout", "0.5", "null"),
+        (("model", "ignore_merges"), True, "model.ignore_merges", "true", "false"),
+        (("model", "byte_fallback"), True, "model.byte_fallback", "true", "false"),
+        (("added_tokens", 3, "lstrip"), True, "added_tokens[3].lstrip", "true", "false"),
+    ],
+)
+def test_another_rule_is_named_with_both_values(
+    student: Path,
+    path: tuple[str | int, ...],
+    value: object,
+    what: str | None,
+    of_teacher: str | None,
+    of_student: str | None,
+) -> None:
+    def changed(entries: dict[str, Any]) -> None:
+        _at(entries, *path[:-1])[path[-1]] = value
+
+    message = refusal(student, write(student.parent / "teacher", tokenizer=edited(changed)))
+    place = what or ".".join(map(str, path)).replace(".1.", "[1].")
+    found = re.search(
+        rf": {re.escape(place)} of tokenizer\.json is (.*), of the student in \S+ it is (.*); a text", message
+    )
+    assert found is not None, message
+    assert of_teacher in (None, found[1]), message
+    assert of_student in (None, found[2]), message
+    assert "put the student's tokenizer.json in its place" in message
+
+
+def test_other_merges_and_their_order(student: Path) -> None:
+    """The same entries, of which a text becomes others."""
+
+    def swapped(entries: dict[str, Any]) -> None:
+        merges = entries["model"]["merges"]
+        merges[1], merges[3] = merges[3], merges[1]
+
+    def fewer(entries: dict[str, Any]) -> None:
+        del entries["model"]["merges"][-1]
+
+    assert Tokenizer(edited(fewer)).encode(" plus ") != TOKENIZER.encode(" plus ")
+    message = refusal(student, write(student.parent / "swapped", tokenizer=edited(swapped)))
+    assert ": model.merges[1][0] of tokenizer.json is " in message
+    merges = json.loads(TOKENIZER.serialized)["model"]["merges"]
+    message = refusal(student, write(student.parent / "fewer", tokenizer=edited(fewer)))
+    shown = json.dumps(merges[-1], ensure_ascii=False)
+    assert (
+        f": model.merges[{len(merges) - 1}] of tokenizer.json is absent, of the student in {student} it is {shown};"
+        in message
+    )
+
+
+def test_what_changes_neither_ids_nor_text_is_no_difference(student: Path) -> None:
+    def other_form(entries: dict[str, Any]) -> None:
+        """As another version of the library, or a call that cut and filled a batch, leaves the file behind."""
+        entries["model"]["merges"] = [" ".join(pair) for pair in entries["model"]["merges"]]
+        entries["model"]["vocab"] = dict(reversed(entries["model"]["vocab"].items()))
+        entries["truncation"] = {"direction": "Left", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+        entries["padding"] = {
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 2,
+            "pad_type_id": 0,
+            "pad_token": "x",
+        }
+        entries["pre_tokenizer"]["pretokenizers"][1]["trim_offsets"] = False
+        for entry in entries["added_tokens"]:
+            entry["special"] = False
+        for key in list(entries)[::2]:
+            entries[key] = entries.pop(key)
+
+    other = edited(other_form)
+    assert other != TOKENIZER.serialized
+    text = "7 plus 8 is 15"
+    assert Tokenizer(other).encode(text) == TOKENIZER.encode(text)
+    assert Tokenizer(other).decode(range(320)) == TOKENIZER.decode(range(320))
+    check_teacher("a", write(student.parent / "teacher", tokenizer=other), student_dir=student, longest_tokens=8)
+
+
+def test_a_long_value_is_cut_in_the_message(student: Path) -> None:
+    def changed(entries: dict[str, Any]) -> None:
+        entries["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 1000}
+
+    assert len(refusal(student, write(student.parent / "teacher", tokenizer=edited(changed)))) < 1000
+
+
+def test_no_tensor_is_looked_at(student: Path) -> None:
+    """They may not be there yet, or half of them."""
+    teacher = write(student.parent / "teacher")
+    (teacher / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    (teacher / "model-2.safetensors").write_bytes(b"half")
+    check_teacher("a", teacher, student_dir=student, longest_tokens=8)
+
+
 def test_another_encoding_and_one_that_is_not_stated(student: Path) -> None:
     teacher = write(student.parent / "teacher")
     (teacher / "encoding.json").write_text('{"encoding": "v4-0731"}')

@@ -26,7 +26,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rollforward.distill import teacher_files
 from rollforward.distill.config import TeacherConfig
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.distill.teacher_files import fetch, locate
+from rollforward.distill.teacher_files import check_store, fetch, locate
 
 URL = "memory://store/maths"
 FILES = {
@@ -64,12 +64,32 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "FETCHED"}
 
 
-def test_where_a_teacher_lies() -> None:
+def test_where_a_teacher_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate("a", TeacherConfig(model_dir="/x/y"), "s3://b") == "/x/y"
     assert locate("a", TeacherConfig(), "s3://b/") == "s3://b/a"
     assert locate("a", TeacherConfig(), "/data/teachers") == "/data/teachers/a"
+    assert locate("a", TeacherConfig(model_dir="s3://c/./d/"), "/x") == "s3://c/./d/"
     with pytest.raises(TeacherError, match=r"teachers\.a has no model_dir and teacher_store is not set"):
         locate("a", TeacherConfig(), None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for said, meant in (
+        ("teachers", f"{tmp_path}/teachers"),
+        ("./teachers/../b/", f"{tmp_path}/b"),
+        ("~/t", f"{tmp_path}/home/t"),
+        ("", str(tmp_path)),
+        ("/", "/"),
+    ):
+        assert locate("a", TeacherConfig(model_dir=said), None) == meant
+        assert Path(locate("a", TeacherConfig(), said)) == Path(meant, "a")
+
+
+def test_a_store_must_be_asked_for_somebody() -> None:
+    own, looked_for = TeacherConfig(model_dir="/x"), TeacherConfig()
+    check_store({"a": own}, None)
+    check_store({"a": own, "b": looked_for}, "s3://b")
+    with pytest.raises(TeacherError, match=r"teacher_store is s3://b and every teacher has a model_dir.* Remove"):
+        check_store({"a": own, "b": own}, "s3://b")
 
 
 def test_a_local_directory_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +120,32 @@ def test_a_url_is_fetched_once(tmp_path: Path, fetched: list[str]) -> None:
     assert record["url"] == URL
     assert {name: one["num_bytes"] for name, one in record["files"].items()} == {n: len(c) for n, c in FILES.items()}
     assert fetch("memory://store/maths/", tmp_path / "cache") != directory
+
+
+@pytest.mark.usefixtures("remote")
+def test_tensors_come_later_where_they_are_not_wanted_yet(
+    tmp_path: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {name: content for name, content in FILES.items() if name.endswith(".json")}
+    needed = sum(map(len, FILES.values()))
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)
+        patch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=needed - 1))
+        with pytest.raises(TeacherError, match=f"{needed} bytes are to be fetched"):  # the tensors' room too
+            fetch(URL, tmp_path, with_tensors=False)
+    for _ in range(2):
+        directory = fetch(URL, tmp_path, with_tensors=False)
+        assert contents(directory) == small
+        assert fetched == sorted(small)
+    assert fetch(URL, tmp_path) == directory
+    assert contents(directory) == FILES
+    assert sorted(fetched) == sorted(FILES)
+    fetched.clear()
+    os.truncate(directory / "model-2.safetensors", 10)
+    assert contents(fetch(URL, tmp_path, with_tensors=False)).keys() == FILES.keys() - {"model-2.safetensors"}
+    assert fetched == []
+    assert contents(fetch(URL, tmp_path)) == FILES
+    assert fetched == ["model-2.safetensors"]
 
 
 def test_a_file_url(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ waited for, by name; what a teacher says of tokens has the bits of `Model`, what
 """
 
 import gc
+import itertools
 import os
 import threading
 import weakref
@@ -156,6 +157,24 @@ def test_what_is_loaded_for_nothing_makes_room(
     shelf.close()
     assert live["most"]["trunks"] <= 2
     assert live["mapped"] <= 2
+
+
+def test_what_somebody_keeps_is_counted(tmp_path: Path, sources: dict[str, TeacherSource]) -> None:
+    shelf, heads = trunks(sources, tmp_path), HeadShelf(sources, precision="native")
+    kept: list[object] = []
+    for name, then in itertools.pairwise(NAMES[:6]):
+        kept.append(shelf.use(name, then))
+        kept.append(heads.use(name, then)[3:5])  # a view has all of the memory
+        assert (shelf.held_max, heads.held_max) == (len(kept) // 2 + 1,) * 2
+    del kept[:]
+    for name in NAMES[6:9]:
+        shelf.use(name, None)
+        heads.use(name, None)
+    assert (shelf.held_max, heads.held_max) == (6, 6), "the most that there ever were"
+    for one in (shelf, heads):
+        assert sum(reference() is not None for reference in one._loaded) == 1
+        one.close()
+        assert [reference() for reference in one._loaded] == [None]
 
 
 def damage(source: TeacherSource, *, cut: bool) -> None:
