@@ -59,6 +59,9 @@ def steps_on_a_rank(rank: int, num_ranks: int, directory: str) -> None:
     """Take both steps on this rank's share, of the first with some scores twice; write what came of it."""
     root = Path(directory)
     run = _run(root, root / f"on {num_ranks}")
+    if rank == 0:  # what the run's own process does before there are ranks
+        learner_settings(run)
+    torch.distributed.barrier()
     learner = DistillLearner(learner_settings(run))
     own = root / f"weights of {num_ranks}"
     if rank == 0:
