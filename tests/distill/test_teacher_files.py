@@ -72,11 +72,11 @@ def test_where_a_teacher_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TeacherError, match=r"teachers\.a has no model_dir and teacher_store is not set"):
         locate("a", TeacherConfig(), None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path / "mine"))
     for said, meant in (
         ("teachers", f"{tmp_path}/teachers"),
         ("./teachers/../b/", f"{tmp_path}/b"),
-        ("~/t", f"{tmp_path}/home/t"),
+        ("~/t", f"{tmp_path}/mine/t"),
         ("", str(tmp_path)),
         ("/", "/"),
     ):
