@@ -206,7 +206,7 @@ def _verb_help_text(verb: str) -> str:
             "",
             "settings (KEY=DEFAULT; what is required is set by a recipe or by you; [type=A]: so of that choice only)",
             *_field_texts(list(schema_fields(schema)), set_elsewhere),
-            *(["", "inside a list, which is set as a whole", *inside] if inside else []),
+            *(["", "inside a list, which is set as a whole, or a mapping", *inside] if inside else []),
             *(["", "groups", *groups] if groups else []),
         ]
     )

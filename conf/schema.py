@@ -91,9 +91,14 @@ def _element(annotation: object) -> object:
     origin = typing.get_origin(annotation)
     if origin in (list, tuple, set, frozenset) and arguments:
         return arguments[0]
-    if isinstance(origin, type) and issubclass(origin, Mapping) and len(arguments) == 2:
+    if _is_mapping(annotation) and len(arguments) == 2:
         return arguments[1]
     return None
+
+
+def _is_mapping(annotation: object) -> bool:
+    origin = typing.get_origin(_strip(annotation))
+    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _tag(struct: type[msgspec.Struct]) -> tuple[str, str] | None:
@@ -175,10 +180,11 @@ def movable_keys(config: msgspec.Struct, prefix: str = "") -> Iterator[str]:
 
 
 def element_fields(schema: type[msgspec.Struct]) -> Iterator[Field]:
-    """The fields of what top-level lists of `schema` hold: `tasks[].dataset`. No override sets one of them alone."""
+    """The fields of what top-level lists and mappings of `schema` hold: `tasks[].dataset`, of which no override sets
+    one alone, and `teachers.NAME.weight`."""
     for field in msgspec.structs.fields(schema):
         if members := _structs(_element(field.type)):
-            path = field.encode_name + "[]"
+            path = field.encode_name + (".NAME" if _is_mapping(field.type) else "[]")
             if tags := [tag for tag in map(_tag, members) if tag]:
                 yield Field(f"{path}.{tags[0][0]}", " | ".join(tag for _, tag in tags), "required", "")
             yield from _member_fields(members, path + ".")

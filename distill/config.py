@@ -76,7 +76,7 @@ class TeacherCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Fields that may differ when a run directory goes on."""
 
     directory: str = "~/.cache/rollforward/teachers"
-    """Where teachers with a URL are kept on every node, for this run and later ones."""
+    """Where teachers with a URL, and what was read of any, are kept on every node, for this run and later ones."""
     max_hidden_gib: Annotated[float, msgspec.Meta(gt=0.0)] = 64.0
     """Disk that the hidden vectors of one step may take in run_dir/teacher_hidden. A step whose longest completions
     would not fit is refused before the run begins."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollforward.rl.drill_config import DrillKind
 
-_TITLES = {"engine": "ray::RolloutActor", "learner": "ray::LearnerActor"}
+_TITLES = {"engine": ("ray::RolloutActor",), "learner": ("ray::LearnerActor", "ray::DistillActor")}
 """How Ray calls the processes."""
 
 
@@ -54,8 +54,8 @@ def victims(driver: int, kind: DrillKind) -> list[int]:
     return _titled(processes, _TITLES[kind])
 
 
-def _titled(processes: list[Process], start: str) -> list[int]:
-    return sorted(process.pid for process in processes if process.title.startswith(start))
+def _titled(processes: list[Process], starts: tuple[str, ...]) -> list[int]:
+    return sorted(process.pid for process in processes if process.title.startswith(starts))
 
 
 def kill(pid: int) -> bool:

@@ -141,3 +141,10 @@ def test_the_algorithms_help_is_marked(capsys: pytest.CaptureFixture[str]) -> No
     assert "  algo.normalisation=constant  (trajectory_mean | token_mean | constant)  [type=dr_grpo]" in text
     assert text.count("Divide advantages by the group's standard deviation") == 1, "shared words are said once"
     assert "  algo.dynamic_sampling=null  (settings as below | null)  [type=grpo | dr_grpo" in text
+
+
+def test_what_a_mapping_holds_is_listed_by_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["distill", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "\n  teachers.NAME.weight=1.0  (float > 0)\n" in told
+    assert "\n  tasks[].dataset=" in told
