@@ -1,6 +1,6 @@
 """Errors of `rollforward.kernels`; every one is picklable, because it crosses Ray.
 
-All are the caller's to fix (`ValueError`). None is worth a retry.
+The caller's to fix are `ValueError`. None is worth a retry.
 """
 
 
@@ -22,3 +22,11 @@ class NonFiniteError(KernelError, ValueError):
 
 class ScaleRangeError(KernelError, ValueError):
     """Scales that no lossless FP4 to FP8 conversion can carry, or the NaN scale; the caller fixes the weights."""
+
+
+class BackendError(KernelError, ValueError):
+    """An op is to run in a form that it does not have, or that this machine cannot run; the caller names another."""
+
+
+class ProgramMissingError(KernelError, RuntimeError):
+    """A program of a tile form is not compiled; the caller compiles the model's programs (`dispatch.warm`) once."""

@@ -1,0 +1,298 @@
+"""Walks over tokens of the losses over the vocabulary, on a GPU: which program runs on which rows, in which memory.
+
+A wave is the tokens whose gradients of the logits exist at one time, in bfloat16; a chunk, a part of a wave, those
+whose logits do, in float32. Memory is that of one wave and one chunk, whatever T. Every program looks at rows one by
+one, so neither size changes a bit of a row; the head's gradient sums over tokens wave by wave, in cuBLAS.
+
+Here: launches and memory. Not here: the programs (`vocab_tile`), autograd and the public ops (`reverse_kl`,
+`linear_logprob`). Nothing here waits for the device.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollforward.kernels.checks import check_dtype, check_multiple
+from rollforward.kernels.dispatch import Program, bind, program
+
+TILE_V, TILE_D = 256, 256
+"""Columns of a tile of the vocabulary, which has partial sums of its own, and of the hidden states' gradient."""
+
+KL_WAVE, KL_CHUNK = 2048, 768
+"""1.26 GiB at V = 129280: the largest wave, for the head's gradient is read and written once for each."""
+
+LOGPROB_WAVE, LOGPROB_CHUNK = 1024, 512
+"""0.5 GiB at V = 129280."""
+
+VALUE_CHUNK = 4096
+"""Tokens of a launch that keeps no logits."""
+
+_MODULE = "loss.vocab_tile"
+
+
+def programs(V: int, D: int, teacher_width: int | None = None) -> list[Program]:
+    """Return what `linear_logprob` over this head runs and, with a teacher of this width, `reverse_kl`."""
+
+    def logits(width: int, **flags: bool) -> Program:
+        kinds = {"store": False, "teacher": False, "token": False, **flags}
+        return program(_MODULE, "logits", V=V, D=width, tile_v=TILE_V, **kinds)
+
+    wanted = [
+        logits(D, token=True),
+        logits(D, store=True),
+        logits(D, store=True, token=True),
+        program(_MODULE, "logprob_rows", V=V, tile_v=TILE_V),
+        program(_MODULE, "logprob_grad_rows", V=V),
+        program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D),
+    ]
+    if teacher_width is not None:
+        wanted += [
+            logits(teacher_width, store=True),
+            logits(D, store=True, teacher=True),
+            program(_MODULE, "reverse_kl_rows", V=V, tile_v=TILE_V),
+        ]
+    return wanted
+
+
+class _Launchers(NamedTuple):
+    value: Callable[..., None]
+    recompute: Callable[..., None]
+    sweep: Callable[..., None]
+    logprob_rows: Callable[..., None]
+    logprob_grad_rows: Callable[..., None]
+    hidden_grad: Callable[..., None]
+
+
+class _KLLaunchers(NamedTuple):
+    teacher: Callable[..., None]
+    student: Callable[..., None]
+    rows: Callable[..., None]
+
+
+@functools.cache
+def _launchers(V: int, D: int) -> _Launchers:
+    return _Launchers(*map(bind, programs(V, D)))
+
+
+@functools.cache
+def _kl_launchers(V: int, D: int, teacher_width: int) -> _KLLaunchers:
+    return _KLLaunchers(*map(bind, programs(V, D, teacher_width)[-3:]))
+
+
+class Workspace(NamedTuple):
+    """Memory of a walk, which holds nothing between calls; one walk at a time uses it."""
+
+    hidden: Tensor
+    """[wave, D] bfloat16: the hidden states, rows without a gradient zero."""
+    logits_grad: Tensor
+    """[wave, V] bfloat16."""
+    logits: Tensor
+    """[chunk, V] float32."""
+    teacher_logits: Tensor
+    """[chunk, V] float32; [1, 1] without a teacher."""
+    stats: Tensor
+    """[2 * 3 * tiles * max(chunk, value chunk)] float32, as much as a launch needs."""
+    rows: Tensor
+    """[4, max(wave, value chunk)] float32."""
+    nothing: Tensor
+    """[1, 1] float32, for arguments that a program does not look at."""
+    no_token: Tensor
+    """[1] int32."""
+
+
+def workspace(V: int, D: int, device: torch.device, *, teacher: bool) -> Workspace:
+    """Allocate the memory of `reverse_kl_into` (teacher) or of the log-probability walks."""
+    wave, chunk = (KL_WAVE, KL_CHUNK) if teacher else (LOGPROB_WAVE, LOGPROB_CHUNK)
+    tiles = -(-V // TILE_V)
+    longest = chunk if teacher else VALUE_CHUNK
+    make = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    return Workspace(
+        hidden=torch.empty((wave, D), dtype=torch.bfloat16, device=device),
+        logits_grad=torch.empty((wave, V), dtype=torch.bfloat16, device=device),
+        logits=make((chunk, V)),
+        teacher_logits=make((chunk, V) if teacher else (1, 1)),
+        stats=make((2 if teacher else 1) * 3 * tiles * longest),
+        rows=make((4, max(wave, longest))),
+        nothing=make((1, 1)),
+        no_token=torch.empty(1, dtype=torch.int32, device=device),
+    )
+
+
+def _spans(start: int, stop: int, size: int) -> Iterator[slice]:
+    return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
+
+
+def _stats(space: Workspace, V: int, tokens: int, which: int = 0) -> Tensor:
+    size = 3 * -(-V // TILE_V) * tokens
+    return space.stats[which * size : (which + 1) * size].view(3, -1, tokens)
+
+
+def check_operands(op: str, /, **operands: Tensor) -> None:
+    """Raise unless these matrices are what the programs take: bfloat16, contiguous, rows of 16 whole bytes."""
+    for name, one in operands.items():
+        check_dtype(op, name, one, torch.bfloat16)
+        check_multiple(op, f"{name}.shape[1]", one.shape[1], 8)
+
+
+def _take_hidden(space: Workspace, hidden_TD: Tensor, wave: slice, idle: Tensor) -> Tensor:
+    """Copy a wave's hidden states, rows without a gradient as zeros: what they hold must not reach the head's."""
+    taken = space.hidden[: wave.stop - wave.start]
+    taken.copy_(hidden_TD[wave])
+    return taken.masked_fill_(idle.unsqueeze(1), 0)
+
+
+def _give(
+    hidden_grad: Callable[..., None],
+    head_VD: Tensor,
+    logits_grad: Tensor,
+    hidden: Tensor,
+    grad_hidden_TD: Tensor | None,
+    grad_head_VD: Tensor | None,
+    adds: bool,
+) -> None:
+    """From a wave's gradient of the logits to those of the hidden states and the head."""
+    if grad_hidden_TD is not None:
+        hidden_grad(logits_grad, head_VD, grad_hidden_TD)
+    if grad_head_VD is None:
+        return
+    if adds:
+        torch.addmm(grad_head_VD, logits_grad.t(), hidden, out_dtype=torch.float32, out=grad_head_VD)
+    else:
+        torch.mm(logits_grad.t(), hidden, out_dtype=torch.float32, out=grad_head_VD)
+
+
+def reverse_kl_into(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    teacher_hidden_TE: Tensor,
+    teacher_head_VE: Tensor,
+    row_weight_T: Tensor,
+    kl_T: Tensor,
+    grad_hidden_TD: Tensor | None,
+    grad_head_VD: Tensor | None,
+    space: Workspace,
+    *,
+    adds: bool,
+) -> None:
+    """Write KL(student || teacher) of each row and the gradients of its weighted sum.
+
+    Args:
+        hidden_TD: [T, D] bfloat16 or float32 that is rounded to it.
+        head_VD: [V, D] bfloat16.
+        teacher_hidden_TE: [T, E] bfloat16.
+        teacher_head_VE: [V, E] bfloat16.
+        row_weight_T: [T] float32; rows of weight 0 may hold anything.
+        kl_T: [T] float32, written.
+        grad_hidden_TD: [T, D] float32, written; None: not asked for.
+        grad_head_VD: [V, D] float32, written or, with `adds`, added to; None: not asked for.
+        space: what `workspace(..., teacher=True)` made.
+        adds: whether the head's gradient is added to.
+
+    Invariants: as `reverse_kl`; may be captured in a CUDA graph.
+    """
+    V, D = head_VD.shape
+    to_teacher, to_student, to_rows = _kl_launchers(V, D, teacher_head_VE.shape[1])
+    to_hidden = _launchers(V, D).hidden_grad
+    for wave in _spans(0, len(kl_T), KL_WAVE):
+        hidden = _take_hidden(space, hidden_TD, wave, row_weight_T[wave] == 0)
+        logits_grad = space.logits_grad[: len(hidden)]
+        for part in _spans(0, len(hidden), KL_CHUNK):
+            rows = slice(wave.start + part.start, wave.start + part.stop)
+            tokens = part.stop - part.start
+            teacher, student = space.teacher_logits[:tokens], space.logits[:tokens]
+            student_stats, teacher_stats = _stats(space, V, tokens), _stats(space, V, tokens, 1)
+            nothing, no_token = space.nothing, space.no_token
+            to_teacher(
+                teacher_hidden_TE[rows], teacher_head_VE, 1.0, nothing, no_token, teacher, teacher_stats, nothing[0]
+            )
+            to_student(hidden[part], head_VD, 1.0, teacher, no_token, student, student_stats, nothing[0])
+            to_rows(student, teacher, student_stats, teacher_stats, row_weight_T[rows], logits_grad[part], kl_T[rows])
+        grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
+        _give(to_hidden, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)
+
+
+class LogprobRows(NamedTuple):
+    """What the softmax of each row needs, [T] float32 each."""
+
+    logprob: Tensor
+    entropy: Tensor
+    top: Tensor
+    log_mass: Tensor
+
+
+def logprob_into(
+    hidden_TD: Tensor, head_VD: Tensor, token_T: Tensor, scale: float, out: LogprobRows, space: Workspace
+) -> None:
+    """Write log-probability and entropy of softmax(scale * hidden @ head.T) at each row's token; no logits are kept.
+
+    hidden_TD and head_VD are bfloat16, token_T int32. May be captured in a CUDA graph.
+    """
+    launch = _launchers(*head_VD.shape)
+    for rows in _spans(0, len(token_T), VALUE_CHUNK):
+        tokens = rows.stop - rows.start
+        stats, token_logit = _stats(space, head_VD.shape[0], tokens), space.rows[0, :tokens]
+        launch.value(hidden_TD[rows], head_VD, scale, space.nothing, token_T[rows], space.nothing, stats, token_logit)
+        launch.logprob_rows(stats, token_logit, *(one[rows] for one in out))
+
+
+def logprob_gradients_into(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    token_T: Tensor,
+    scale: float,
+    rows_T: LogprobRows,
+    grad_logprob_T: Tensor,
+    grad_entropy_T: Tensor,
+    grad_hidden_TD: Tensor | None,
+    grad_head_VD: Tensor | None,
+    space: Workspace,
+    *,
+    adds: bool,
+    writes_rows: bool,
+) -> None:
+    """Write the gradients of the weighted sums of log-probabilities and entropies; logits are made once more.
+
+    Args:
+        hidden_TD: [T, D] bfloat16. head_VD: [V, D] bfloat16. token_T: [T] int32.
+        rows_T: what `logprob_into` wrote, or with `writes_rows` written here: value and gradient in one sweep, for
+            whoever knows the weights before the values.
+        grad_logprob_T: [T] float32. grad_entropy_T: [T] float32. Rows where both are 0 may hold anything.
+        grad_hidden_TD: [T, D] float32, written. grad_head_VD: [V, D] float32, written or, with `adds`, added to.
+
+    Invariants: may be captured in a CUDA graph.
+    """
+    V, D = head_VD.shape
+    launch = _launchers(V, D)
+    for wave in _spans(0, len(token_T), LOGPROB_WAVE):
+        idle = (grad_logprob_T[wave] == 0) & (grad_entropy_T[wave] == 0)
+        hidden = _take_hidden(space, hidden_TD, wave, idle)
+        logits_grad = space.logits_grad[: len(hidden)]
+        for part in _spans(0, len(hidden), LOGPROB_CHUNK):
+            rows = slice(wave.start + part.start, wave.start + part.stop)
+            tokens = part.stop - part.start
+            logits, stats = space.logits[:tokens], _stats(space, V, tokens)
+            outputs = LogprobRows(*(one[rows] for one in rows_T))
+            if writes_rows:
+                token_logit = space.rows[0, :tokens]
+                launch.sweep(hidden_TD[rows], head_VD, scale, space.nothing, token_T[rows], logits, stats, token_logit)
+                launch.logprob_rows(stats, token_logit, *outputs)
+            else:
+                launch.recompute(
+                    hidden[part], head_VD, scale, space.nothing, space.no_token, logits, stats, space.nothing[0]
+                )
+            launch.logprob_grad_rows(
+                logits,
+                outputs.top,
+                outputs.log_mass,
+                outputs.entropy,
+                token_T[rows],
+                grad_logprob_T[rows],
+                grad_entropy_T[rows],
+                scale,
+                logits_grad[part],
+            )
+        grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
+        _give(launch.hidden_grad, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)

@@ -1,0 +1,256 @@
+"""`reverse_kl` and `linear_logprob` on a GPU: their tile form against float64, the reference, and themselves.
+
+Sizes cross the tiles (128 rows, 256 columns, steps of 2048 columns), the chunks and the waves. Not proven here: speed.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollforward.kernels import dispatch
+from rollforward.kernels.bench import Outputs, different
+from rollforward.kernels.errors import DtypeError, ShapeError
+from rollforward.kernels.loss import vocab_sweep
+from rollforward.kernels.loss.linear_logprob import linear_logprob
+from rollforward.kernels.loss.reverse_kl import reverse_kl
+from tests.helpers.kernel_kit import near, repeats, rows_alone
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device of compute capability 9.0"),
+]
+
+SHAPES = [(1000, 520, 264), (2304, 256, 512)]
+"""Vocabulary, width of the student, width of the teacher."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tile_form():
+    for V, D, E in SHAPES:
+        dispatch.warm(vocab_sweep.programs(V, D, E), jobs=8)
+    dispatch.choose({"reverse_kl": "tile", "linear_logprob": "tile"})
+    yield
+    dispatch.choose({})
+
+
+@functools.cache
+def problem(shape: tuple[int, int, int], count: int, scale: float = 1.0, seed: int = 0) -> tuple[Tensor, ...]:
+    V, D, E = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda")
+
+    weight = torch.rand(count, generator=generator, device="cuda") + 0.1
+    weight[1::7] = 0
+    return (
+        (normal(count, D) * scale).bfloat16(),
+        (normal(V, D) * D**-0.5).bfloat16(),
+        (normal(count, E) * scale).bfloat16(),
+        (normal(V, E) * E**-0.5).bfloat16(),
+        weight,
+    )
+
+
+def kl_outputs(arguments: tuple[Tensor, ...], rows: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Outputs:
+    rows = rows.to(arguments[0].device)
+    hidden, head = arguments[0][rows].to(dtype).requires_grad_(), arguments[1].clone().requires_grad_()
+    loss, kl = reverse_kl(hidden, head, arguments[2][rows], arguments[3], arguments[4][rows])
+    grads = torch.autograd.grad(3 * loss, (hidden, head))
+    return {"loss": loss.detach()[None], "kl": kl, "grad_hidden": grads[0], "grad_head": grads[1]}
+
+
+def into(arguments: tuple[Tensor, ...], rows: Tensor, *, garbage: float = 0.0, adds: bool = False) -> Outputs:
+    hidden, head, teacher_hidden, teacher_head, weight = arguments
+    rows = rows.to(hidden.device)
+    space = vocab_sweep.workspace(*head.shape, hidden.device, teacher=True)
+    out = [torch.empty(len(rows), device="cuda"), torch.empty(len(rows), head.shape[1], device="cuda")]
+    out.append(torch.empty(head.shape, device="cuda"))
+    for one in (*space, *out):
+        if one.is_floating_point():
+            one.fill_(garbage)
+    vocab_sweep.reverse_kl_into(
+        hidden[rows], head, teacher_hidden[rows], teacher_head, weight[rows], *out, space, adds=adds
+    )
+    return dict(zip(("kl", "grad_hidden", "grad_head"), out, strict=True))
+
+
+def exact_kl(arguments: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """KL of each row, and the gradients, in float64; rows of weight 0 left out."""
+    hidden, head, teacher_hidden, teacher_head, weight = (one.double() for one in arguments)
+    leaves = hidden.requires_grad_(), head.requires_grad_()
+    log_p = torch.log_softmax(leaves[0] @ leaves[1].t(), -1)
+    log_q = torch.log_softmax(teacher_hidden @ teacher_head.t(), -1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1) * (weight != 0)
+    grads = torch.autograd.grad((weight * kl).sum(), leaves)
+    return kl.detach(), *grads
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 2049, 3000])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
+def test_reverse_kl_in_float64(shape, count, scale):
+    arguments = problem(shape, count, scale)
+    mine = into(arguments, torch.arange(count), garbage=float("nan"))
+    kl, grad_hidden, grad_head = exact_kl(arguments)
+    near(mine["kl"], kl, 1e-5)
+    near(mine["grad_hidden"], grad_hidden, 4e-3)  # gradients of logits are rounded to bfloat16: 2^-9 each
+    near(mine["grad_head"], grad_head, 4e-3)
+    assert bool((mine["kl"] >= 0).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reverse_kl_repeats(shape):
+    repeats(functools.partial(into, problem(shape, 3000)), 3000)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reverse_kl_rows_alone(shape):
+    rows_alone(functools.partial(into, problem(shape, 3000)), 3000, ("kl", "grad_hidden"))
+
+
+def test_reverse_kl_is_the_reference():
+    arguments = tuple(one.cpu() for one in problem(SHAPES[0], 300))
+    dispatch.choose({})
+    rows = torch.arange(300)
+    expected = kl_outputs(tuple(one.float() for one in arguments), rows, dtype=torch.float32)
+    dispatch.choose({"reverse_kl": "tile", "linear_logprob": "tile"})
+    mine = kl_outputs(problem(SHAPES[0], 300), rows, dtype=torch.float32)
+    for name, bound in {"loss": 1e-6, "kl": 1e-5, "grad_hidden": 4e-3, "grad_head": 6e-3}.items():
+        near(mine[name].cpu(), expected[name].double(), bound)
+
+
+def test_a_teacher_that_is_the_student():
+    hidden, head, _, _, weight = problem(SHAPES[0], 300)
+    mine = into((hidden, head, hidden, head, weight), torch.arange(300), garbage=1.0)
+    for one in mine.values():
+        assert not one.any()
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38])
+def test_rows_of_weight_zero_are_inert(garbage):
+    clean = problem(SHAPES[0], 300)
+    idle = clean[4] == 0
+    dirty = (clean[0].clone(), clean[1], clean[2].clone(), *clean[3:])
+    dirty[0][idle], dirty[2][idle] = garbage, garbage
+    rows = torch.arange(300)
+    assert different(into(clean, rows), into(dirty, rows, garbage=garbage)) == []
+    assert not into(dirty, rows)["kl"][idle].any()
+
+
+def test_the_heads_gradient_is_added_to():
+    arguments = problem(SHAPES[0], 300)
+    once = into(arguments, torch.arange(300))["grad_head"]
+    twice = into(arguments, torch.arange(300), garbage=1.0, adds=True)["grad_head"]
+    near(twice, once.double() + 1.0, 1e-6)
+
+
+@pytest.mark.parametrize("scale", [100.0, 1e4, 1e18])
+def test_extreme_logits_stay_finite(scale):
+    mine = into(problem(SHAPES[1], 200, scale), torch.arange(200))
+    assert torch.isfinite(mine["kl"]).all()
+    assert bool((mine["kl"] >= 0).all())
+    if scale < 1e5:
+        assert all(torch.isfinite(one).all() for one in mine.values())
+
+
+def test_nothing_to_learn_from():
+    mine = kl_outputs(problem(SHAPES[0], 5), torch.arange(0))
+    assert not mine["loss"].any()
+    assert not mine["grad_head"].any()
+
+
+def test_a_graph_gives_the_same():
+    arguments = problem(SHAPES[0], 900)
+    hidden, head, teacher_hidden, teacher_head, weight = arguments
+    space = vocab_sweep.workspace(*head.shape, hidden.device, teacher=True)
+    out = [torch.empty(900, device="cuda"), torch.empty_like(hidden).float(), torch.empty_like(head).float()]
+
+    def launch() -> None:
+        vocab_sweep.reverse_kl_into(hidden, head, teacher_hidden, teacher_head, weight, *out, space, adds=False)
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for one in out:
+        one.fill_(float("nan"))
+    graph.replay()
+    got = dict(zip(("kl", "grad_hidden", "grad_head"), out, strict=True))
+    assert different(into(arguments, torch.arange(900)), got) == []
+
+
+def test_what_the_tile_form_does_not_take_is_named():
+    hidden, head, teacher_hidden, teacher_head, weight = problem(SHAPES[0], 10)
+    with pytest.raises(DtypeError, match="teacher_head_VE is float32"):
+        reverse_kl(hidden, head, teacher_hidden, teacher_head.float(), weight)
+    with pytest.raises(ShapeError, match="must be a multiple of 8"):
+        linear_logprob(hidden[:, :7], head[:, :7], torch.zeros(10, dtype=torch.int64, device="cuda"), temperature=1.0)
+
+
+def logprob_outputs(arguments: tuple[Tensor, ...], rows: Tensor, *, temperature: float = 0.7) -> Outputs:
+    hidden, head, _, _, weight = arguments
+    rows = rows.to(hidden.device)
+    token = tokens(len(head), len(hidden), hidden.device)[rows]
+    leaves = hidden[rows].requires_grad_(), head.clone().requires_grad_()
+    logprob, entropy = linear_logprob(*leaves, token, temperature=temperature)
+    grads = torch.autograd.grad((weight[rows] * (logprob + 0.3 * entropy)).sum(), leaves)
+    return {"logprob": logprob.detach(), "entropy": entropy.detach(), "grad_hidden": grads[0], "grad_head": grads[1]}
+
+
+def tokens(V: int, count: int, device: torch.device) -> Tensor:
+    return ((torch.arange(count) * 7919 + V - 1) % V).to(device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [1, 128, 129, 1500, 5000])
+@pytest.mark.parametrize("scale", [0.1, 8.0])
+def test_linear_logprob_in_float64(shape, count, scale):
+    arguments = problem(shape, count, scale)
+    mine = logprob_outputs(arguments, torch.arange(count))
+    hidden, head, _, _, weight = (one.double() for one in arguments)
+    leaves = hidden.requires_grad_(), head.requires_grad_()
+    log_p = torch.log_softmax(leaves[0] @ leaves[1].t() / 0.7, -1)
+    logprob = log_p.gather(1, tokens(len(head), count, head.device).unsqueeze(1)).squeeze(1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    grads = torch.autograd.grad((weight * (logprob + 0.3 * entropy)).sum(), leaves)
+    near(mine["logprob"] - 1, logprob.detach() - 1, 1e-6)  # of values near 0 the error is absolute
+    near(mine["entropy"] + 1, entropy.detach() + 1, 2e-6)
+    near(mine["grad_hidden"], grads[0], 6e-3)  # the gradient is also rounded to the hidden states' bfloat16
+    near(mine["grad_head"], grads[1], 6e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_logprob_repeats_and_rows_alone(shape):
+    run = functools.partial(logprob_outputs, problem(shape, 1500))
+    repeats(run, 1500)
+    rows_alone(run, 1500, ("logprob", "entropy", "grad_hidden"))
+
+
+def test_linear_logprob_is_the_reference():
+    mine = logprob_outputs(problem(SHAPES[0], 300), torch.arange(300))
+    dispatch.choose({})
+    arguments = tuple(one.cpu().float() for one in problem(SHAPES[0], 300))
+    expected = logprob_outputs(arguments, torch.arange(300))
+    dispatch.choose({"reverse_kl": "tile", "linear_logprob": "tile"})
+    for name, bound in {"logprob": 1e-6, "entropy": 2e-6, "grad_hidden": 6e-3, "grad_head": 6e-3}.items():
+        near(mine[name].cpu(), expected[name].double(), bound)
+
+
+def test_value_and_gradient_in_one_sweep_are_those_of_two():
+    hidden, head, _, _, weight = problem(SHAPES[0], 1500)
+    token = tokens(len(head), 1500, hidden.device).int()
+    space = vocab_sweep.workspace(*head.shape, hidden.device, teacher=False)
+    results = []
+    for one_sweep in (False, True):
+        rows = vocab_sweep.LogprobRows(*torch.full((4, 1500), float("nan"), device="cuda"))
+        grads = torch.empty_like(hidden).float(), torch.empty_like(head).float()
+        if not one_sweep:
+            vocab_sweep.logprob_into(hidden, head, token, 0.5, rows, space)
+        vocab_sweep.logprob_gradients_into(
+            hidden, head, token, 0.5, rows, weight, -weight, *grads, space, adds=False, writes_rows=one_sweep
+        )
+        results.append({**rows._asdict(), "grad_hidden": grads[0], "grad_head": grads[1]})
+    assert different(*results) == []
