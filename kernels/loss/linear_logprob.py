@@ -38,16 +38,16 @@ class _LinearLogprob(torch.autograd.Function):
 class _LinearLogprobTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, head_VD, token_T, temperature):
-        rows_T = vocab_sweep.LogprobRows(*hidden_TD.new_empty((4, len(token_T)), dtype=torch.float32))
+        logprob_T, entropy_T = hidden_TD.new_empty((2, len(token_T)), dtype=torch.float32)
         space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=False)
-        vocab_sweep.logprob_into(hidden_TD, head_VD, token_T, 1.0 / temperature, rows_T, space)
-        ctx.save_for_backward(hidden_TD, head_VD, token_T, *rows_T)
+        vocab_sweep.logprob_into(hidden_TD, head_VD, token_T, 1.0 / temperature, logprob_T, entropy_T, space)
+        ctx.save_for_backward(hidden_TD, head_VD, token_T)
         ctx.temperature = temperature
-        return rows_T.logprob, rows_T.entropy
+        return logprob_T, entropy_T
 
     @staticmethod
     def backward(ctx, grad_logprob_T, grad_entropy_T):
-        hidden_TD, head_VD, token_T, *rows_T = ctx.saved_tensors
+        hidden_TD, head_VD, token_T = ctx.saved_tensors
         space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=False)
         grads = [
             torch.zeros(one.shape, dtype=torch.float32, device=one.device) if need else None
@@ -58,13 +58,11 @@ class _LinearLogprobTile(torch.autograd.Function):
             head_VD,
             token_T,
             1.0 / ctx.temperature,
-            vocab_sweep.LogprobRows(*rows_T),
             grad_logprob_T,
             grad_entropy_T,
             *grads,
             space,
             adds=False,
-            writes_rows=False,
         )
         return *grads, None, None
 

@@ -20,26 +20,25 @@ def _case(kind: str, tokens: int = TOKENS) -> Case:
     head = torch.randn(V, D, device="cuda").mul_(0.02).bfloat16()
     token = torch.randint(V, (tokens,), device="cuda", dtype=torch.int32)
     weights = torch.randn(2, tokens, device="cuda")
-    values, grad_hidden = torch.empty(4, tokens, device="cuda"), torch.empty(tokens, D, device="cuda")
+    values, grad_hidden = torch.empty(2, tokens, device="cuda"), torch.empty(tokens, D, device="cuda")
     grad_head = torch.empty(V, D, device="cuda")
 
     def into(span: slice, values: Tensor, grad_hidden: Tensor, grad_head: Tensor | None) -> None:
         space = vocab_sweep.workspace(V, D, hidden.device, teacher=False)
-        out = vocab_sweep.LogprobRows(*values)
+        out = values[0], values[1]
         rows = hidden[span], head, token[span], 1.0
         if kind != "sweep":
-            vocab_sweep.logprob_into(*rows, out, space)
+            vocab_sweep.logprob_into(*rows, *out, space)
         if kind != "forward":
             vocab_sweep.logprob_gradients_into(
                 *rows,
-                out,
                 weights[0, span],
                 weights[1, span],
                 grad_hidden,
                 grad_head,
                 space,
                 adds=False,
-                writes_rows=kind == "sweep",
+                values=out if kind == "sweep" else None,
             )
 
     def named(values: Tensor, grad_hidden: Tensor, grad_head: Tensor | None) -> Outputs:
@@ -56,7 +55,7 @@ def _case(kind: str, tokens: int = TOKENS) -> Case:
 
     def rows(span: slice) -> Outputs:
         few = span.stop - span.start
-        out = torch.empty(4, few, device="cuda"), torch.empty(few, D, device="cuda"), None
+        out = torch.empty(2, few, device="cuda"), torch.empty(few, D, device="cuda"), None
         into(span, *out)
         return named(*out)
 

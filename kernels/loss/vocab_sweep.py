@@ -1,7 +1,7 @@
 """Walks over tokens of the losses over the vocabulary, on a GPU: which program runs on which rows, in which memory.
 
 A wave is the tokens whose gradients of the logits exist at one time, in bfloat16; a chunk, a part of a wave, those
-whose logits do, in float32. Memory is that of one wave and one chunk, whatever T. Every program looks at rows one by
+whose logits do. Memory is that of one wave and one chunk, whatever T. Every program looks at rows one by
 one, so neither size changes a bit of a row; the head's gradient sums over tokens wave by wave, in cuBLAS.
 
 Here: launches and memory. Not here: the programs (`vocab_tile`), autograd and the public ops (`reverse_kl`,
@@ -24,11 +24,14 @@ TILE_V, TILE_D = 256, 256
 KL_WAVE, KL_CHUNK = 2048, 768
 """1.26 GiB at V = 129280: the largest wave, for the head's gradient is read and written once for each."""
 
-LOGPROB_WAVE, LOGPROB_CHUNK = 1024, 512
-"""0.5 GiB at V = 129280."""
+LOGPROB_WAVE = 2048
+"""0.54 GiB at V = 129280."""
 
 VALUE_CHUNK = 4096
-"""Tokens of a launch that keeps no logits."""
+"""Tokens of a launch that keeps nothing of the logits."""
+
+WEIGHTS, LOGITS = 1, 2
+"""What `vocab_tile.logits` may write beside its stats: exp(z - top) as bfloat16, or the logits."""
 
 _MODULE = "loss.vocab_tile"
 
@@ -36,22 +39,20 @@ _MODULE = "loss.vocab_tile"
 def programs(V: int, D: int, teacher_width: int | None = None) -> list[Program]:
     """Return what `linear_logprob` over this head runs and, with a teacher of this width, `reverse_kl`."""
 
-    def logits(width: int, **flags: bool) -> Program:
-        kinds = {"store": False, "teacher": False, "token": False, **flags}
-        return program(_MODULE, "logits", V=V, D=width, tile_v=TILE_V, **kinds)
+    def logits(width: int, *, token: bool, keep: int) -> Program:
+        return program(_MODULE, "logits", V=V, D=width, tile_v=TILE_V, token=token, keep=keep)
 
     wanted = [
-        logits(D, token=True),
-        logits(D, store=True),
-        logits(D, store=True, token=True),
+        logits(D, token=True, keep=0),
+        logits(D, token=True, keep=WEIGHTS),
         program(_MODULE, "logprob_rows", V=V, tile_v=TILE_V),
-        program(_MODULE, "logprob_grad_rows", V=V),
+        program(_MODULE, "logprob_grad_rows", V=V, tile_v=TILE_V),
         program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D),
     ]
     if teacher_width is not None:
         wanted += [
-            logits(teacher_width, store=True),
-            logits(D, store=True, teacher=True),
+            logits(teacher_width, token=False, keep=LOGITS),
+            program(_MODULE, "student_logits", V=V, D=D, tile_v=TILE_V),
             program(_MODULE, "reverse_kl_rows", V=V, tile_v=TILE_V),
         ]
     return wanted
@@ -59,8 +60,7 @@ def programs(V: int, D: int, teacher_width: int | None = None) -> list[Program]:
 
 class _Launchers(NamedTuple):
     value: Callable[..., None]
-    recompute: Callable[..., None]
-    sweep: Callable[..., None]
+    weights: Callable[..., None]
     logprob_rows: Callable[..., None]
     logprob_grad_rows: Callable[..., None]
     hidden_grad: Callable[..., None]
@@ -89,35 +89,33 @@ class Workspace(NamedTuple):
     """[wave, D] bfloat16: the hidden states, rows without a gradient zero."""
     logits_grad: Tensor
     """[wave, V] bfloat16."""
-    logits: Tensor
-    """[chunk, V] float32."""
     teacher_logits: Tensor
-    """[chunk, V] float32; [1, 1] without a teacher."""
+    """[chunk, V] float32; nothing without a teacher."""
+    pairs: Tensor
+    """[chunk, V] uint32: what the student's program hands to the rows'; nothing without a teacher."""
     stats: Tensor
-    """[2 * 3 * tiles * max(chunk, value chunk)] float32, as much as a launch needs."""
-    rows: Tensor
-    """[4, max(wave, value chunk)] float32."""
+    """float32: of as many tiles as the launches on a chunk have."""
+    token_logit: Tensor
+    """[tokens of the largest launch] float32."""
     nothing: Tensor
-    """[1, 1] float32, for arguments that a program does not look at."""
+    """[1, 1] bfloat16, for an argument that a program does not look at."""
     no_token: Tensor
-    """[1] int32."""
+    """[1] int32, likewise."""
 
 
 def workspace(V: int, D: int, device: torch.device, *, teacher: bool) -> Workspace:
     """Allocate the memory of `reverse_kl_into` (teacher) or of the log-probability walks."""
-    wave, chunk = (KL_WAVE, KL_CHUNK) if teacher else (LOGPROB_WAVE, LOGPROB_CHUNK)
-    tiles = -(-V // TILE_V)
-    longest = chunk if teacher else VALUE_CHUNK
-    make = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    wave, chunk, longest, kinds = (KL_WAVE, KL_CHUNK, KL_CHUNK, 6) if teacher else (LOGPROB_WAVE, 0, VALUE_CHUNK, 3)
+    make = functools.partial(torch.empty, device=device)
     return Workspace(
-        hidden=torch.empty((wave, D), dtype=torch.bfloat16, device=device),
-        logits_grad=torch.empty((wave, V), dtype=torch.bfloat16, device=device),
-        logits=make((chunk, V)),
-        teacher_logits=make((chunk, V) if teacher else (1, 1)),
-        stats=make((2 if teacher else 1) * 3 * tiles * longest),
-        rows=make((4, max(wave, longest))),
-        nothing=make((1, 1)),
-        no_token=torch.empty(1, dtype=torch.int32, device=device),
+        hidden=make((wave, D), dtype=torch.bfloat16),
+        logits_grad=make((wave, V), dtype=torch.bfloat16),
+        teacher_logits=make((chunk, V), dtype=torch.float32),
+        pairs=make((chunk, V), dtype=torch.uint32),
+        stats=make(kinds * -(-V // TILE_V) * longest, dtype=torch.float32),
+        token_logit=make(longest, dtype=torch.float32),
+        nothing=make((1, 1), dtype=torch.bfloat16),
+        no_token=make(1, dtype=torch.int32),
     )
 
 
@@ -125,7 +123,8 @@ def _spans(start: int, stop: int, size: int) -> Iterator[slice]:
     return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
 
 
-def _stats(space: Workspace, V: int, tokens: int, which: int = 0) -> Tensor:
+def _stats(space: Workspace, V: int, tokens: int, *, which: int = 0) -> Tensor:
+    """Stats [3, tiles, tokens] of a launch, behind `which` others."""
     size = 3 * -(-V // TILE_V) * tokens
     return space.stats[which * size : (which + 1) * size].view(3, -1, tokens)
 
@@ -202,29 +201,31 @@ def reverse_kl_into(
         for part in _spans(0, len(hidden), KL_CHUNK):
             rows = slice(wave.start + part.start, wave.start + part.stop)
             tokens = part.stop - part.start
-            teacher, student = space.teacher_logits[:tokens], space.logits[:tokens]
-            student_stats, teacher_stats = _stats(space, V, tokens), _stats(space, V, tokens, 1)
-            nothing, no_token = space.nothing, space.no_token
+            teacher, pairs = space.teacher_logits[:tokens], space.pairs[:tokens]
+            teacher_stats, student_stats = _stats(space, V, tokens), _stats(space, V, tokens, which=1)
             to_teacher(
-                teacher_hidden_TE[rows], teacher_head_VE, 1.0, nothing, no_token, teacher, teacher_stats, nothing[0]
+                teacher_hidden_TE[rows],
+                teacher_head_VE,
+                1.0,
+                space.no_token,
+                teacher,
+                teacher_stats,
+                space.token_logit[:1],
             )
-            to_student(hidden[part], head_VD, 1.0, teacher, no_token, student, student_stats, nothing[0])
-            to_rows(student, teacher, student_stats, teacher_stats, row_weight_T[rows], logits_grad[part], kl_T[rows])
+            to_student(hidden[part], head_VD, teacher, pairs, student_stats)
+            to_rows(pairs, student_stats, teacher_stats, row_weight_T[rows], logits_grad[part], kl_T[rows])
         grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
         _give(to_hidden, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)
 
 
-class LogprobRows(NamedTuple):
-    """What the softmax of each row needs, [T] float32 each."""
-
-    logprob: Tensor
-    entropy: Tensor
-    top: Tensor
-    log_mass: Tensor
-
-
 def logprob_into(
-    hidden_TD: Tensor, head_VD: Tensor, token_T: Tensor, scale: float, out: LogprobRows, space: Workspace
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    token_T: Tensor,
+    scale: float,
+    logprob_T: Tensor,
+    entropy_T: Tensor,
+    space: Workspace,
 ) -> None:
     """Write log-probability and entropy of softmax(scale * hidden @ head.T) at each row's token; no logits are kept.
 
@@ -233,9 +234,9 @@ def logprob_into(
     launch = _launchers(*head_VD.shape)
     for rows in _spans(0, len(token_T), VALUE_CHUNK):
         tokens = rows.stop - rows.start
-        stats, token_logit = _stats(space, head_VD.shape[0], tokens), space.rows[0, :tokens]
-        launch.value(hidden_TD[rows], head_VD, scale, space.nothing, token_T[rows], space.nothing, stats, token_logit)
-        launch.logprob_rows(stats, token_logit, *(one[rows] for one in out))
+        stats, token_logit = _stats(space, head_VD.shape[0], tokens), space.token_logit[:tokens]
+        launch.value(hidden_TD[rows], head_VD, scale, token_T[rows], space.nothing, stats, token_logit)
+        launch.logprob_rows(stats, token_logit, logprob_T[rows], entropy_T[rows])
 
 
 def logprob_gradients_into(
@@ -243,7 +244,6 @@ def logprob_gradients_into(
     head_VD: Tensor,
     token_T: Tensor,
     scale: float,
-    rows_T: LogprobRows,
     grad_logprob_T: Tensor,
     grad_entropy_T: Tensor,
     grad_hidden_TD: Tensor | None,
@@ -251,16 +251,23 @@ def logprob_gradients_into(
     space: Workspace,
     *,
     adds: bool,
-    writes_rows: bool,
+    values: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the gradients of the weighted sums of log-probabilities and entropies; logits are made once more.
+    """Write the gradients of the weighted sums of log-probabilities and entropies, from logits made here.
 
     Args:
-        hidden_TD: [T, D] bfloat16. head_VD: [V, D] bfloat16. token_T: [T] int32.
-        rows_T: what `logprob_into` wrote, or with `writes_rows` written here: value and gradient in one sweep, for
-            whoever knows the weights before the values.
-        grad_logprob_T: [T] float32. grad_entropy_T: [T] float32. Rows where both are 0 may hold anything.
-        grad_hidden_TD: [T, D] float32, written. grad_head_VD: [V, D] float32, written or, with `adds`, added to.
+        hidden_TD: [T, D] bfloat16.
+        head_VD: [V, D] bfloat16.
+        token_T: [T] int32.
+        scale: the logits' factor, 1 / temperature.
+        grad_logprob_T: [T] float32.
+        grad_entropy_T: [T] float32. Rows where both are 0 may hold anything.
+        grad_hidden_TD: [T, D] float32, written; None: not asked for.
+        grad_head_VD: [V, D] float32, written or, with `adds`, added to; None: not asked for.
+        space: what `workspace(..., teacher=False)` made.
+        adds: whether the head's gradient is added to.
+        values: log-probability and entropy, [T] float32 each, written, for whoever knows the weights before them;
+            rows without a gradient then count as hidden states of 0.
 
     Invariants: may be captured in a CUDA graph.
     """
@@ -269,30 +276,12 @@ def logprob_gradients_into(
     for wave in _spans(0, len(token_T), LOGPROB_WAVE):
         idle = (grad_logprob_T[wave] == 0) & (grad_entropy_T[wave] == 0)
         hidden = _take_hidden(space, hidden_TD, wave, idle)
-        logits_grad = space.logits_grad[: len(hidden)]
-        for part in _spans(0, len(hidden), LOGPROB_CHUNK):
-            rows = slice(wave.start + part.start, wave.start + part.stop)
-            tokens = part.stop - part.start
-            logits, stats = space.logits[:tokens], _stats(space, V, tokens)
-            outputs = LogprobRows(*(one[rows] for one in rows_T))
-            if writes_rows:
-                token_logit = space.rows[0, :tokens]
-                launch.sweep(hidden_TD[rows], head_VD, scale, space.nothing, token_T[rows], logits, stats, token_logit)
-                launch.logprob_rows(stats, token_logit, *outputs)
-            else:
-                launch.recompute(
-                    hidden[part], head_VD, scale, space.nothing, space.no_token, logits, stats, space.nothing[0]
-                )
-            launch.logprob_grad_rows(
-                logits,
-                outputs.top,
-                outputs.log_mass,
-                outputs.entropy,
-                token_T[rows],
-                grad_logprob_T[rows],
-                grad_entropy_T[rows],
-                scale,
-                logits_grad[part],
-            )
+        tokens = len(hidden)
+        logits_grad, token_logit = space.logits_grad[:tokens], space.token_logit[:tokens]
+        stats = _stats(space, V, tokens)
+        launch.weights(hidden, head_VD, scale, token_T[wave], logits_grad, stats, token_logit)
+        if values is not None:
+            launch.logprob_rows(stats, token_logit, values[0][wave], values[1][wave])
+        launch.logprob_grad_rows(logits_grad, stats, token_T[wave], grad_logprob_T[wave], grad_entropy_T[wave], scale)
         grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
         _give(launch.hidden_grad, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)

@@ -14,18 +14,21 @@ TILE_N, TILE_K, STAGES = 128, 64, 4
 PART = 32
 """Columns of a tile of which a thread holds the teacher's logits beside the student's."""
 
+WEIGHTS, LOGITS = 1, 2
+"""What `logits` may write beside its stats."""
+
 ROW_THREADS, ROW_STEP = 256, 2048
 """Threads of a row, and columns that they take at once."""
 
 
-def logits(V: int, D: int, tile_v: int, store: bool, teacher: bool, token: bool) -> PrimFunc:
-    """Logits scale * hidden @ head.T [N, V], and of each row and tile top, mass and moment: its largest logit,
-    sum exp(z - top) and sum exp(z - top) * (z - top).
+def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
+    """Of the logits z = scale * hidden @ head.T [N, V], for each row and tile: top, mass and moment, which are its
+    largest logit, sum exp(z - top) and sum exp(z - top) * (z - top).
 
     Args:
-        store: write the logits.
-        teacher: the moment is sum exp(z - top) * (z - u), u being the teacher's logits; scale is not looked at.
         token: write each row's logit of its own token.
+        keep: what else of the logits is written: nothing (0), exp(z - top) as bfloat16 (`WEIGHTS`), the logits
+            (`LOGITS`).
     """
     S = -(-V // tile_v)
     N = T.dynamic("N")
@@ -35,9 +38,8 @@ def logits(V: int, D: int, tile_v: int, store: bool, teacher: bool, token: bool)
         hidden: T.Tensor((N, D), T.bfloat16),
         head: T.Tensor((V, D), T.bfloat16),
         scale: T.float32,
-        teacher_logits: T.Tensor((N if teacher else 1, V if teacher else 1), T.float32),
         token_ids: T.Tensor((N if token else 1,), T.int32),
-        logits: T.Tensor((N if store else 1, V if store else 1), T.float32),
+        kept: T.Tensor((N if keep else 1, V if keep else 1), T.float32 if keep == LOGITS else T.bfloat16),
         stats: T.Tensor((3, S, N), T.float32),
         token_logit: T.Tensor((N if token else 1,), T.float32),
     ):
@@ -45,7 +47,6 @@ def logits(V: int, D: int, tile_v: int, store: bool, teacher: bool, token: bool)
             x = T.alloc_shared((TILE_N, TILE_K), T.bfloat16)
             w = T.alloc_shared((tile_v, TILE_K), T.bfloat16)
             z = T.alloc_fragment((TILE_N, tile_v), T.float32)
-            u = T.alloc_fragment((TILE_N, PART), T.float32)
             wanted = T.alloc_fragment((TILE_N,), T.int32)
             top = T.alloc_fragment((TILE_N,), T.float32)
             mass = T.alloc_fragment((TILE_N,), T.float32)
@@ -58,11 +59,10 @@ def logits(V: int, D: int, tile_v: int, store: bool, teacher: bool, token: bool)
                 T.copy(hidden[row * TILE_N, k * TILE_K], x)
                 T.copy(head[tile * tile_v, k * TILE_K], w)
                 T.gemm(x, w, z, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            if not teacher:
-                for i, j in T.Parallel(TILE_N, tile_v):
-                    z[i, j] *= scale
-            if store:
-                T.copy(z, logits[row * TILE_N, tile * tile_v])
+            for i, j in T.Parallel(TILE_N, tile_v):
+                z[i, j] *= scale
+            if keep == LOGITS:
+                T.copy(z, kept[row * TILE_N, tile * tile_v])
             if token:
                 T.copy(token_ids[row * TILE_N], wanted)
                 for i, j in T.Parallel(TILE_N, tile_v):
@@ -74,13 +74,75 @@ def logits(V: int, D: int, tile_v: int, store: bool, teacher: bool, token: bool)
             T.reduce_max(z, top, dim=1)
             T.reducer_init(mass_sum)
             T.reducer_init(moment_sum)
+            for i, j in T.Parallel(TILE_N, tile_v):
+                weight = T.__exp(z[i, j] - top[i])
+                T.reducer_update(mass_sum[i], weight)
+                slope = weight * (z[i, j] - top[i])
+                if V % tile_v:  # 0 * -inf
+                    slope = T.if_then_else(tile * tile_v + j < V, slope, 0.0)
+                T.reducer_update(moment_sum[i], slope)
+            T.finalize_reducer(mass_sum, mass)
+            T.finalize_reducer(moment_sum, moment)
+            T.copy(top, stats[0, tile, row * TILE_N])
+            T.copy(mass, stats[1, tile, row * TILE_N])
+            T.copy(moment, stats[2, tile, row * TILE_N])
+            if keep == WEIGHTS:
+                for i, j in T.Parallel(TILE_N, tile_v):
+                    z[i, j] = T.__exp(z[i, j] - top[i])
+                T.copy(z, kept[row * TILE_N, tile * tile_v])
+
+    return logits_kernel
+
+
+def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
+    """Of the logits z = hidden @ head.T and those u of a teacher [N, V], for each row and tile: top, mass and moment,
+    which are the largest z, sum exp(z - top) and sum exp(z - top) * (z - u).
+
+    Beside them, for each element, two bfloat16 in one word: exp(z - top), the low half, and exp(z - top) times
+    z - u - moment / mass, the high half: what the gradient is made of, rounded where it is small. A common part of
+    z - u, and the lead of a token that has nearly all the mass, are not in it.
+    """
+    S = -(-V // tile_v)
+    N = T.dynamic("N")
+
+    @T.prim_func
+    def student_logits_kernel(
+        hidden: T.Tensor((N, D), T.bfloat16),
+        head: T.Tensor((V, D), T.bfloat16),
+        teacher_logits: T.Tensor((N, V), T.float32),
+        pairs: T.Tensor((N, V), T.uint32),
+        stats: T.Tensor((3, S, N), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(N, TILE_N), S, threads=256) as (row, tile):
+            x = T.alloc_shared((TILE_N, TILE_K), T.bfloat16)
+            w = T.alloc_shared((tile_v, TILE_K), T.bfloat16)
+            z = T.alloc_fragment((TILE_N, tile_v), T.float32)
+            u = T.alloc_fragment((TILE_N, PART), T.float32)
+            pair = T.alloc_fragment((TILE_N, PART), T.uint32)
+            top = T.alloc_fragment((TILE_N,), T.float32)
+            mass = T.alloc_fragment((TILE_N,), T.float32)
+            moment = T.alloc_fragment((TILE_N,), T.float32)
+            mass_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+            moment_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+
+            T.clear(z)
+            for k in T.Pipelined(T.ceildiv(D, TILE_K), num_stages=STAGES):
+                T.copy(hidden[row * TILE_N, k * TILE_K], x)
+                T.copy(head[tile * tile_v, k * TILE_K], w)
+                T.gemm(x, w, z, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+            if V % tile_v:
+                for i, j in T.Parallel(TILE_N, tile_v):
+                    z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
+            T.reduce_max(z, top, dim=1)
+            T.reducer_init(mass_sum)
+            T.reducer_init(moment_sum)
             for part in T.unroll(tile_v // PART):
-                if teacher:
-                    T.copy(teacher_logits[row * TILE_N, tile * tile_v + part * PART], u)
+                T.copy(teacher_logits[row * TILE_N, tile * tile_v + part * PART], u)
                 for i, j in T.Parallel(TILE_N, PART):
                     weight = T.__exp(z[i, part * PART + j] - top[i])
                     T.reducer_update(mass_sum[i], weight)
-                    slope = weight * (z[i, part * PART + j] - (u[i, j] if teacher else top[i]))
+                    z[i, part * PART + j] -= u[i, j]
+                    slope = weight * z[i, part * PART + j]
                     if V % tile_v:  # 0 * -inf
                         slope = T.if_then_else(tile * tile_v + part * PART + j < V, slope, 0.0)
                     T.reducer_update(moment_sum[i], slope)
@@ -89,8 +151,20 @@ def logits(V: int, D: int, tile_v: int, store: bool, teacher: bool, token: bool)
             T.copy(top, stats[0, tile, row * TILE_N])
             T.copy(mass, stats[1, tile, row * TILE_N])
             T.copy(moment, stats[2, tile, row * TILE_N])
+            for i in T.Parallel(TILE_N):
+                moment[i] = moment[i] / mass[i]
+            for part in T.unroll(tile_v // PART):
+                T.copy(teacher_logits[row * TILE_N, tile * tile_v + part * PART], u)
+                for i, j in T.Parallel(TILE_N, PART):
+                    # z - u stands in z's place: both, or the weights beside them, do not fit into the registers.
+                    weight = T.__exp((z[i, part * PART + j] + u[i, j]) - top[i])
+                    slope = weight * (z[i, part * PART + j] - moment[i])
+                    low = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, weight), T.uint16))
+                    high = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, slope), T.uint16))
+                    pair[i, j] = low | (high << 16)
+                T.copy(pair, pairs[row * TILE_N, tile * tile_v + part * PART])
 
-    return logits_kernel
+    return student_logits_kernel
 
 
 def hidden_grad(V: int, D: int, tile_d: int) -> PrimFunc:
@@ -118,42 +192,52 @@ def hidden_grad(V: int, D: int, tile_d: int) -> PrimFunc:
 
 
 @T.macro
-def _fold(stats, row, S, P, shift, top, log_mass, mean):
-    """Of a row's tiles [3, S, N]: its largest logit, the logarithm of its mass above that, and its moment over its
-    mass; `shift`: the tiles' moments are about their own tops."""
+def _fold(stats, row, S, P, about_top, top, mass, mean, scales, centres):
+    """Of a row's tiles [3, S, N]: its largest logit, its mass above that, and its moment over its mass; of each tile:
+    what its weights are multiplied by to become probabilities, and its own moment over its mass.
+
+    `about_top`: the tiles' moments are about their own tops, and the row's becomes one about the row's.
+    """
     tops = T.alloc_fragment((P,), T.float32)
     masses = T.alloc_fragment((P,), T.float32)
     moments = T.alloc_fragment((P,), T.float32)
-    mass = T.alloc_fragment((1,), T.float32)
     for i in T.Parallel(P):
         tops[i] = T.if_then_else(i < S, stats[0, i, row], -T.infinity(T.float32))
         masses[i] = T.if_then_else(i < S, stats[1, i, row], 0.0)
         moments[i] = T.if_then_else(i < S, stats[2, i, row], 0.0)
     T.reduce_max(tops, top, dim=0)
     for i in T.Parallel(P):
-        share = T.__exp(tops[i] - top[0])
-        if shift:  # 0 * -inf
+        centres[i] = moments[i] / masses[i]
+        if about_top:  # 0 * -inf
             moments[i] += T.if_then_else(masses[i] > 0, (tops[i] - top[0]) * masses[i], 0.0)
-        moments[i] *= share
-        masses[i] *= share
+        tops[i] = T.__exp(tops[i] - top[0])
+        moments[i] *= tops[i]
+        masses[i] *= tops[i]
     T.reduce_sum(masses, mass, dim=0)
     T.reduce_sum(moments, mean, dim=0)
     mean[0] = mean[0] / mass[0]
-    log_mass[0] = T.log(mass[0])
+    for i in T.Parallel(P):
+        scales[i] = tops[i] / mass[0]
+
+
+def _padded(S: int) -> int:
+    """Tiles of a row as a multiple of its threads."""
+    return max(ROW_THREADS, 1 << (S - 1).bit_length())
 
 
 def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
-    """KL(student || teacher) of each row [N], and the gradient of the student's logits [N, V], from both logits [N, V]
-    and their stats. A row of weight 0 is written as zeros, whatever it holds.
+    """KL(student || teacher) of each row [N], and the gradient of the student's logits [N, V], from `student_logits`'
+    pairs and both stats. A row of weight 0 is written as zeros, whatever it holds.
+
+        lead = sum p (z - u);   kl = lead - (log sum exp z - log sum exp u);   dz = weight * p * (z - u - lead)
     """
     S = -(-V // tile_v)
-    P = max(ROW_THREADS, 1 << (S - 1).bit_length())
+    P = _padded(S)
     N = T.dynamic("N")
 
     @T.prim_func
     def reverse_kl_rows_kernel(
-        student: T.Tensor((N, V), T.float32),
-        teacher: T.Tensor((N, V), T.float32),
+        pairs: T.Tensor((N, V), T.uint32),
         student_stats: T.Tensor((3, S, N), T.float32),
         teacher_stats: T.Tensor((3, S, N), T.float32),
         row_weight: T.Tensor((N,), T.float32),
@@ -163,48 +247,40 @@ def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
         with T.Kernel(N, threads=ROW_THREADS) as row:
             p_top = T.alloc_fragment((1,), T.float32)
             q_top = T.alloc_fragment((1,), T.float32)
-            p_log_mass = T.alloc_fragment((1,), T.float32)
-            q_log_mass = T.alloc_fragment((1,), T.float32)
-            mean = T.alloc_fragment((1,), T.float32)
+            p_mass = T.alloc_fragment((1,), T.float32)
+            q_mass = T.alloc_fragment((1,), T.float32)
+            lead = T.alloc_fragment((1,), T.float32)
             unused = T.alloc_fragment((1,), T.float32)
-            p_log = T.alloc_fragment((ROW_STEP,), T.float32)
-            q_log = T.alloc_fragment((ROW_STEP,), T.float32)
+            scales = T.alloc_shared((P,), T.float32)
+            centres = T.alloc_shared((P,), T.float32)
+            pair = T.alloc_fragment((ROW_STEP,), T.uint32)
             g = T.alloc_fragment((ROW_STEP,), T.bfloat16)
-            terms = T.alloc_reducer((1,), T.float32, op="sum")
-            total = T.alloc_fragment((1,), T.float32)
 
-            _fold(student_stats, row, S, P, False, p_top, p_log_mass, mean)
-            _fold(teacher_stats, row, S, P, False, q_top, q_log_mass, unused)
+            _fold(teacher_stats, row, S, P, True, q_top, q_mass, unused, scales, centres)
+            T.sync_threads()
+            _fold(student_stats, row, S, P, False, p_top, p_mass, lead, scales, centres)
             weight = row_weight[row]
-            # Sum of p (log p - log q) without its terms: the centre of the gradient.
-            centre = mean[0] - ((p_top[0] - q_top[0]) + (p_log_mass[0] - q_log_mass[0]))
-            T.reducer_init(terms)
-            for step in T.serial(T.ceildiv(V, ROW_STEP)):
-                T.copy(student[row, step * ROW_STEP], p_log)
-                T.copy(teacher[row, step * ROW_STEP], q_log)
-                for j in T.Parallel(ROW_STEP):
-                    p_log[j] = (p_log[j] - p_top[0]) - p_log_mass[0]
-                    q_log[j] = (q_log[j] - q_top[0]) - q_log_mass[0]
-                for j in T.Parallel(ROW_STEP):
-                    p = T.__exp(p_log[j])
-                    q = T.__exp(q_log[j])
-                    term = T.max(p * (p_log[j] - q_log[j]) + (q - p), 0.0)
-                    if V % ROW_STEP:
-                        term = T.if_then_else(step * ROW_STEP + j < V, term, 0.0)
-                    T.reducer_update(terms[0], term)
-                    g[j] = T.if_then_else(weight != 0.0, weight * (p * ((p_log[j] - q_log[j]) - centre)), 0.0)
-                T.copy(g, logits_grad[row, step * ROW_STEP])
-            T.finalize_reducer(terms, total)
+            value = (lead[0] - (p_top[0] - q_top[0])) - T.log(p_mass[0] / q_mass[0])
             for _ in T.Parallel(1):
-                kl[row] = T.if_then_else(weight != 0.0, total[0], 0.0)
+                kl[row] = T.if_then_else(weight != 0.0, T.max(value, 0.0), 0.0)
+            T.sync_threads()
+            for step in T.serial(T.ceildiv(V, ROW_STEP)):
+                T.copy(pairs[row, step * ROW_STEP], pair)
+                for j in T.Parallel(ROW_STEP):
+                    tile = T.min((step * ROW_STEP + j) // tile_v, S - 1)
+                    p = T.reinterpret(pair[j] << 16, T.float32)
+                    slope = T.reinterpret(pair[j] & T.uint32(0xFFFF0000), T.float32)
+                    value = (weight * scales[tile]) * (slope + p * (centres[tile] - lead[0]))
+                    g[j] = T.if_then_else(weight != 0.0, value, 0.0)
+                T.copy(g, logits_grad[row, step * ROW_STEP])
 
     return reverse_kl_rows_kernel
 
 
 def logprob_rows(V: int, tile_v: int) -> PrimFunc:
-    """Of each row [N]: log-probability of its token, entropy, largest logit and logarithm of the mass above that."""
+    """Of each row [N]: log-probability of its token, and entropy."""
     S = -(-V // tile_v)
-    P = max(ROW_THREADS, 1 << (S - 1).bit_length())
+    P = _padded(S)
     N = T.dynamic("N")
 
     @T.prim_func
@@ -213,59 +289,62 @@ def logprob_rows(V: int, tile_v: int) -> PrimFunc:
         token_logit: T.Tensor((N,), T.float32),
         logprob: T.Tensor((N,), T.float32),
         entropy: T.Tensor((N,), T.float32),
-        tops: T.Tensor((N,), T.float32),
-        log_masses: T.Tensor((N,), T.float32),
     ):
         with T.Kernel(N, threads=ROW_THREADS) as row:
             top = T.alloc_fragment((1,), T.float32)
-            log_mass = T.alloc_fragment((1,), T.float32)
+            mass = T.alloc_fragment((1,), T.float32)
             mean = T.alloc_fragment((1,), T.float32)
-            _fold(stats, row, S, P, True, top, log_mass, mean)
+            scales = T.alloc_fragment((P,), T.float32)
+            centres = T.alloc_fragment((P,), T.float32)
+            _fold(stats, row, S, P, True, top, mass, mean, scales, centres)
             for _ in T.Parallel(1):
-                logprob[row] = (token_logit[row] - top[0]) - log_mass[0]
-                entropy[row] = log_mass[0] - mean[0]
-                tops[row] = top[0]
-                log_masses[row] = log_mass[0]
+                logprob[row] = (token_logit[row] - top[0]) - T.log(mass[0])
+                entropy[row] = T.log(mass[0]) - mean[0]
 
     return logprob_rows_kernel
 
 
-def logprob_grad_rows(V: int) -> PrimFunc:
-    """Gradient of scale * logits [N, V] before the scale, from those of a row's log-probability and entropy:
-    scale * (a (onehot - p) - b p (log p + entropy)). Rows where a and b are 0 are zeros, whatever they hold.
+def logprob_grad_rows(V: int, tile_v: int) -> PrimFunc:
+    """In place of a row's weights [N, V]: the gradient of the logits before their scale, from those of its
+    log-probability (a) and entropy (b): scale * (a (onehot - p) - b p (log p + entropy)).
+
+    Rows where a and b are 0 are zeros, whatever they hold.
     """
+    S = -(-V // tile_v)
+    P = _padded(S)
     N = T.dynamic("N")
 
     @T.prim_func
     def logprob_grad_rows_kernel(
-        logits: T.Tensor((N, V), T.float32),
-        tops: T.Tensor((N,), T.float32),
-        log_masses: T.Tensor((N,), T.float32),
-        entropies: T.Tensor((N,), T.float32),
+        kept: T.Tensor((N, V), T.bfloat16),
+        stats: T.Tensor((3, S, N), T.float32),
         token_ids: T.Tensor((N,), T.int32),
         logprob_grads: T.Tensor((N,), T.float32),
         entropy_grads: T.Tensor((N,), T.float32),
         scale: T.float32,
-        logits_grad: T.Tensor((N, V), T.bfloat16),
     ):
         with T.Kernel(N, threads=ROW_THREADS) as row:
-            p_log = T.alloc_fragment((ROW_STEP,), T.float32)
-            g = T.alloc_fragment((ROW_STEP,), T.bfloat16)
+            top = T.alloc_fragment((1,), T.float32)
+            mass = T.alloc_fragment((1,), T.float32)
+            mean = T.alloc_fragment((1,), T.float32)
+            scales = T.alloc_shared((P,), T.float32)
+            centres = T.alloc_shared((P,), T.float32)
+            weights = T.alloc_fragment((ROW_STEP,), T.bfloat16)
+
+            _fold(stats, row, S, P, True, top, mass, mean, scales, centres)
             a = logprob_grads[row] * scale
             b = entropy_grads[row] * scale
-            top = tops[row]
-            log_mass = log_masses[row]
-            entropy = entropies[row]
+            entropy = T.log(mass[0]) - mean[0]
             token = token_ids[row]
+            T.sync_threads()
             for step in T.serial(T.ceildiv(V, ROW_STEP)):
-                T.copy(logits[row, step * ROW_STEP], p_log)
+                T.copy(kept[row, step * ROW_STEP], weights)
                 for j in T.Parallel(ROW_STEP):
-                    p_log[j] = (p_log[j] - top) - log_mass
-                for j in T.Parallel(ROW_STEP):
-                    p = T.__exp(p_log[j])
+                    tile = T.min((step * ROW_STEP + j) // tile_v, S - 1)
+                    p = T.Cast(T.float32, weights[j]) * scales[tile]
+                    surprise = T.if_then_else(p > 0, T.__log(p) + entropy, 0.0)
                     own = T.if_then_else(step * ROW_STEP + j == token, a, 0.0)
-                    value = own - p * (a + b * (p_log[j] + entropy))
-                    g[j] = T.if_then_else((a != 0.0) | (b != 0.0), value, 0.0)
-                T.copy(g, logits_grad[row, step * ROW_STEP])
+                    weights[j] = T.if_then_else((a != 0.0) | (b != 0.0), own - p * (a + b * surprise), 0.0)
+                T.copy(weights, kept[row, step * ROW_STEP])
 
     return logprob_grad_rows_kernel

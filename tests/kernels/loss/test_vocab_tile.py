@@ -28,7 +28,7 @@ SHAPES = [(1000, 520, 264), (2304, 256, 512)]
 
 @pytest.fixture(autouse=True, scope="module")
 def tile_form():
-    for V, D, E in SHAPES:
+    for V, D, E in [*SHAPES, (1000, 520, 520)]:
         dispatch.warm(vocab_sweep.programs(V, D, E), jobs=8)
     dispatch.choose({"reverse_kl": "tile", "linear_logprob": "tile"})
     yield
@@ -71,6 +71,7 @@ def into(arguments: tuple[Tensor, ...], rows: Tensor, *, garbage: float = 0.0, a
     for one in (*space, *out):
         if one.is_floating_point():
             one.fill_(garbage)
+    space.pairs.view(torch.int32).fill_(0x7FC07FC0)  # NaN twice
     vocab_sweep.reverse_kl_into(
         hidden[rows], head, teacher_hidden[rows], teacher_head, weight[rows], *out, space, adds=adds
     )
@@ -95,7 +96,8 @@ def test_reverse_kl_in_float64(shape, count, scale):
     arguments = problem(shape, count, scale)
     mine = into(arguments, torch.arange(count), garbage=float("nan"))
     kl, grad_hidden, grad_head = exact_kl(arguments)
-    near(mine["kl"], kl, 1e-5)
+    logits = (arguments[0].float() @ arguments[1].float().t()).abs().max()
+    assert bool(((mine["kl"] - kl).abs() <= 3e-7 * (1 + logits) * (1 + kl)).all())
     near(mine["grad_hidden"], grad_hidden, 4e-3)  # gradients of logits are rounded to bfloat16: 2^-9 each
     near(mine["grad_head"], grad_head, 4e-3)
     assert bool((mine["kl"] >= 0).all())
@@ -118,7 +120,7 @@ def test_reverse_kl_is_the_reference():
     expected = kl_outputs(tuple(one.float() for one in arguments), rows, dtype=torch.float32)
     dispatch.choose({"reverse_kl": "tile", "linear_logprob": "tile"})
     mine = kl_outputs(problem(SHAPES[0], 300), rows, dtype=torch.float32)
-    for name, bound in {"loss": 1e-6, "kl": 1e-5, "grad_hidden": 4e-3, "grad_head": 6e-3}.items():
+    for name, bound in {"loss": 1e-5, "kl": 1e-5, "grad_hidden": 4e-3, "grad_head": 6e-3}.items():
         near(mine[name].cpu(), expected[name].double(), bound)
 
 
@@ -245,12 +247,13 @@ def test_value_and_gradient_in_one_sweep_are_those_of_two():
     space = vocab_sweep.workspace(*head.shape, hidden.device, teacher=False)
     results = []
     for one_sweep in (False, True):
-        rows = vocab_sweep.LogprobRows(*torch.full((4, 1500), float("nan"), device="cuda"))
+        values = tuple(torch.full((2, 1500), float("nan"), device="cuda"))
         grads = torch.empty_like(hidden).float(), torch.empty_like(head).float()
-        if not one_sweep:
-            vocab_sweep.logprob_into(hidden, head, token, 0.5, rows, space)
+        weight = weight.clamp(min=0.1)  # a row without a gradient has no values in the sweep
         vocab_sweep.logprob_gradients_into(
-            hidden, head, token, 0.5, rows, weight, -weight, *grads, space, adds=False, writes_rows=one_sweep
+            hidden, head, token, 0.5, weight, -weight, *grads, space, adds=False, values=values if one_sweep else None
         )
-        results.append({**rows._asdict(), "grad_hidden": grads[0], "grad_head": grads[1]})
+        if not one_sweep:
+            vocab_sweep.logprob_into(hidden, head, token, 0.5, *values, space)
+        results.append(dict(zip("abcd", (*values, *grads), strict=True)))
     assert different(*results) == []
