@@ -2,7 +2,7 @@
 
 A verb is one line in VERBS (conf/jobs.py). Its schema is imported to validate, its module only to run, so that help and
 a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere. Nor
-are `wal` and `sandbox`, which only look at what a run wrote.
+are `wal` and `sandbox`, which only look at what a run wrote, and `kernels`, which compiles.
 """
 
 import contextlib
@@ -72,8 +72,8 @@ def _dispatch(arguments: list[str]) -> int:
         from rollforward.conf.submit import submit
 
         return submit(rest)
-    if verb in _LOOKING:
-        return cast("Callable[[Sequence[str]], int]", importlib.import_module(_LOOKING[verb]).main)(rest)
+    if verb in _APART:
+        return cast("Callable[[Sequence[str]], int]", importlib.import_module(_APART[verb]).main)(rest)
     settings, print_only = _options(rest)
     plan = {"resume": _resumed, "drill": plan_drill}.get(verb)
     jobs = plan_jobs(verb, settings) if plan is None else plan(settings)
@@ -114,8 +114,12 @@ def _options(arguments: list[str]) -> tuple[list[str], bool]:
     return rest, print_only
 
 
-_LOOKING = {"wal": "rollforward.rollout.wal_verb", "sandbox": "rollforward.rollout.sandbox_verb"}
-"""Commands that only look at what a run wrote -> their module."""
+_APART = {
+    "wal": "rollforward.rollout.wal_verb",
+    "sandbox": "rollforward.rollout.sandbox_verb",
+    "kernels": "rollforward.model.kernels_verb",
+}
+"""Commands that read their words themselves -> their module."""
 
 _OTHERS: dict[str, str] = {
     "resume": """rollforward resume RUN_DIR [cluster.KEY=VALUE ...] [--cfg job]: go on with an interrupted run
@@ -160,6 +164,13 @@ with 1 where something differs. The run is left as it is.
   mask=REGEX              also masked before texts are compared; may be given several times
   trusted_code=null       true: go on where this machine cannot enforce every limit; null: what the run's settings say
   json=false              true prints the last line alone""",
+    "kernels": """rollforward kernels warm model=NAME [teacher=NAME] [jobs=N]: compile a model's GPU programs once
+
+NAME is flash, pro, mini or tiny. Needs the extra `tile` and no GPU: the programs are for sm_90a. They lie in
+$ROLLFORWARD_KERNEL_CACHE, or rollforward/kernels of the user's cache, which processes and machines may share; a run
+compiles nothing.
+  teacher=NAME            whose teacher's width differs: the model that is distilled from
+  jobs=N                  programs compiled at the same time; null: as many as there are processors""",
 }
 """Commands that run verbs -> their help, of which the first line is the summary."""
 

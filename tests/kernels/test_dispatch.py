@@ -1,0 +1,117 @@
+"""Proves: a form is named and never replaced, a program has one file by all it depends on, and nothing compiles at run
+time. One small program is compiled for sm_90a, with its registers and products looked at; no GPU is needed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollforward.kernels import dispatch
+from rollforward.kernels.dispatch import program
+from rollforward.kernels.errors import BackendError, ProgramMissingError
+from rollforward.kernels.loss import vocab_sweep
+from tests.helpers.source import ROOT, imports, modules
+
+ONE = program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=256)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
+    dispatch.path_of.cache_clear()
+    dispatch.bind.cache_clear()
+    yield
+    dispatch.path_of.cache_clear()
+    dispatch.bind.cache_clear()
+    dispatch.choose({})
+
+
+def test_an_op_runs_as_its_reference_unless_told():
+    assert not dispatch.is_tile("reverse_kl")
+    dispatch.choose({"reverse_kl": "reference"})
+    assert not dispatch.is_tile("reverse_kl")
+
+
+@pytest.mark.parametrize("backends", [{"reverse_kl": "cuda"}, {"no_such_op": "tile"}])
+def test_a_form_that_does_not_exist_is_refused(backends):
+    with pytest.raises(BackendError, match="forms are reference and"):
+        dispatch.choose(backends)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_a_form_that_this_machine_cannot_run_is_refused():
+    with pytest.raises(BackendError, match="no CUDA device"):
+        dispatch.choose({"reverse_kl": "tile"})
+    assert not dispatch.is_tile("reverse_kl")
+
+
+def test_a_program_that_is_not_compiled_is_an_error():
+    with pytest.raises(ProgramMissingError, match="rollforward kernels warm"):
+        dispatch.bind(ONE)
+
+
+def test_a_programs_file_follows_its_constants():
+    others = [
+        program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=128),
+        program("loss.vocab_tile", "logprob_rows", V=512, tile_v=256),
+    ]
+    assert len({dispatch.path_of(one) for one in (ONE, *others)}) == 3
+    assert dispatch.path_of(program("loss.vocab_tile", "hidden_grad", tile_d=256, D=256, V=512)) == dispatch.path_of(
+        ONE
+    )
+
+
+def test_tile_files_import_nothing_of_ours():
+    """Else a program would outlive a change of what it was made from."""
+    tiles = [module for module in modules() if module.path.endswith("_tile.py")]
+    assert tiles
+    assert [
+        f"{module.path}:{found.line}"
+        for module in tiles
+        for found in imports(module)
+        if found.name.startswith("rollforward")
+    ] == []
+
+
+def test_every_tile_op_has_its_files():
+    for op, place in dispatch.TILE_OPS.items():
+        path = ROOT / "kernels" / Path(*place.split("."))
+        assert path.name == op
+        for suffix in (".py", "_ref.py", "_bench.py"):
+            assert path.with_name(path.name + suffix).is_file()
+
+
+def test_ops_import_without_the_compiler():
+    code = (
+        "import sys, rollforward.kernels.loss.reverse_kl, rollforward.kernels.loss.linear_logprob\n"
+        "assert not {'tilelang', 'ray', 'deepspeed', 'hydra'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_program_is_compiled_once_and_found_again():
+    assert dispatch.warm([ONE], jobs=1) == (1, 0)
+    assert dispatch.warm([ONE, ONE], jobs=1) == (0, 1)
+    assert [path.name for path in dispatch.cache_directory().iterdir()] == [dispatch.path_of(ONE).name]
+    # Another process finds it, and needs no compiler.
+    code = (
+        "import sys\nfrom rollforward.kernels import dispatch\n"
+        "dispatch.bind(dispatch.program('loss.vocab_tile', 'hidden_grad', V=512, D=256, tile_d=256))\n"
+        "assert 'tilelang' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", vocab_sweep.programs(129280, 1024, 4096), ids=str)
+def test_machine_code(wanted):
+    """Programs of the mini model spill nothing, and their products are those of sm_90a."""
+    from rollforward.kernels.build_tile import report
+
+    registers, spilled, products = report(wanted, dispatch.TARGET)
+    assert spilled == 0
+    assert registers <= 168
+    assert (products > 0) == (wanted.function in ("logits", "student_logits", "hidden_grad"))
