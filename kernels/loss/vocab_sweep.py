@@ -1,8 +1,9 @@
 """Walks over tokens of the losses over the vocabulary, on a GPU: which program runs on which rows, in which memory.
 
-A wave is the tokens whose gradients of the logits exist at one time, in bfloat16; a chunk, a part of a wave, those
-whose logits do. Memory is that of one wave and one chunk, whatever T. Every program looks at rows one by
-one, so neither size changes a bit of a row; the head's gradient sums over tokens wave by wave, in cuBLAS.
+A wave is the tokens whose logits, or what is made of them, exist at one time. Memory is that of one wave, whatever T:
+for reverse KL one word for each element, which holds the teacher's logit, then what the gradient is made of, then, in
+its first half, the gradient. Every program looks at rows one by one, so a wave's size does not change a bit of a
+row; the head's gradient sums over tokens wave by wave, in cuBLAS.
 
 Here: launches and memory. Not here: the programs (`vocab_tile`), autograd and the public ops (`reverse_kl`,
 `linear_logprob`). Nothing here waits for the device.
@@ -21,14 +22,9 @@ from rollforward.kernels.dispatch import Program, bind, program
 TILE_V, TILE_D = 256, 256
 """Columns of a tile of the vocabulary, which has partial sums of its own, and of the hidden states' gradient."""
 
-KL_WAVE, KL_CHUNK = 2048, 768
-"""1.26 GiB at V = 129280: the largest wave, for the head's gradient is read and written once for each."""
-
-LOGPROB_WAVE = 2048
-"""0.54 GiB at V = 129280."""
-
-VALUE_CHUNK = 4096
-"""Tokens of a launch that keeps nothing of the logits."""
+WAVE = 2048
+"""1.03 GiB for reverse KL and 0.53 GiB for log-probabilities at V = 129280: both heads and the head's gradient are
+read once for each wave."""
 
 WEIGHTS, LOGITS = 1, 2
 """What `vocab_tile.logits` may write beside its stats: exp(z - top) as bfloat16, or the logits."""
@@ -47,13 +43,14 @@ def programs(V: int, D: int, teacher_width: int | None = None) -> list[Program]:
         logits(D, token=True, keep=WEIGHTS),
         program(_MODULE, "logprob_rows", V=V, tile_v=TILE_V),
         program(_MODULE, "logprob_grad_rows", V=V, tile_v=TILE_V),
-        program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D),
+        program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D, pitch=V),
     ]
     if teacher_width is not None:
         wanted += [
             logits(teacher_width, token=False, keep=LOGITS),
             program(_MODULE, "student_logits", V=V, D=D, tile_v=TILE_V),
             program(_MODULE, "reverse_kl_rows", V=V, tile_v=TILE_V),
+            program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D, pitch=2 * V),
         ]
     return wanted
 
@@ -70,6 +67,7 @@ class _KLLaunchers(NamedTuple):
     teacher: Callable[..., None]
     student: Callable[..., None]
     rows: Callable[..., None]
+    hidden_grad: Callable[..., None]
 
 
 @functools.cache
@@ -79,7 +77,7 @@ def _launchers(V: int, D: int) -> _Launchers:
 
 @functools.cache
 def _kl_launchers(V: int, D: int, teacher_width: int) -> _KLLaunchers:
-    return _KLLaunchers(*map(bind, programs(V, D, teacher_width)[-3:]))
+    return _KLLaunchers(*map(bind, programs(V, D, teacher_width)[-4:]))
 
 
 class Workspace(NamedTuple):
@@ -87,16 +85,12 @@ class Workspace(NamedTuple):
 
     hidden: Tensor
     """[wave, D] bfloat16: the hidden states, rows without a gradient zero."""
-    logits_grad: Tensor
-    """[wave, V] bfloat16."""
-    teacher_logits: Tensor
-    """[chunk, V] float32; nothing without a teacher."""
-    pairs: Tensor
-    """[chunk, V] uint32: what the student's program hands to the rows'; nothing without a teacher."""
+    logits: Tensor
+    """[wave, V]: words of 32 bits for a walk with a teacher, else bfloat16; at the end the gradient of the logits."""
     stats: Tensor
-    """float32: of as many tiles as the launches on a chunk have."""
+    """float32: three numbers of each row's tiles, with a teacher seven."""
     token_logit: Tensor
-    """[tokens of the largest launch] float32."""
+    """[wave] float32."""
     nothing: Tensor
     """[1, 1] bfloat16, for an argument that a program does not look at."""
     no_token: Tensor
@@ -105,15 +99,12 @@ class Workspace(NamedTuple):
 
 def workspace(V: int, D: int, device: torch.device, *, teacher: bool) -> Workspace:
     """Allocate the memory of `reverse_kl_into` (teacher) or of the log-probability walks."""
-    wave, chunk, longest, kinds = (KL_WAVE, KL_CHUNK, KL_CHUNK, 6) if teacher else (LOGPROB_WAVE, 0, VALUE_CHUNK, 3)
     make = functools.partial(torch.empty, device=device)
     return Workspace(
-        hidden=make((wave, D), dtype=torch.bfloat16),
-        logits_grad=make((wave, V), dtype=torch.bfloat16),
-        teacher_logits=make((chunk, V), dtype=torch.float32),
-        pairs=make((chunk, V), dtype=torch.uint32),
-        stats=make(kinds * -(-V // TILE_V) * longest, dtype=torch.float32),
-        token_logit=make(longest, dtype=torch.float32),
+        hidden=make((WAVE, D), dtype=torch.bfloat16),
+        logits=make((WAVE, V), dtype=torch.float32 if teacher else torch.bfloat16),
+        stats=make((7 if teacher else 3) * -(-V // TILE_V) * WAVE, dtype=torch.float32),
+        token_logit=make(WAVE, dtype=torch.float32),
         nothing=make((1, 1), dtype=torch.bfloat16),
         no_token=make(1, dtype=torch.int32),
     )
@@ -123,10 +114,10 @@ def _spans(start: int, stop: int, size: int) -> Iterator[slice]:
     return (slice(at, min(at + size, stop)) for at in range(start, stop, size))
 
 
-def _stats(space: Workspace, V: int, tokens: int, *, which: int = 0) -> Tensor:
-    """Stats [3, tiles, tokens] of a launch, behind `which` others."""
-    size = 3 * -(-V // TILE_V) * tokens
-    return space.stats[which * size : (which + 1) * size].view(3, -1, tokens)
+def _stats(space: Workspace, V: int, tokens: int, kinds: int = 3, *, behind: int = 0) -> Tensor:
+    """Stats [kinds, tiles, tokens] of a launch, behind as many of another."""
+    size = -(-V // TILE_V) * tokens
+    return space.stats[behind * size : (behind + kinds) * size].view(kinds, -1, tokens)
 
 
 def check_operands(op: str, /, **operands: Tensor) -> None:
@@ -193,29 +184,18 @@ def reverse_kl_into(
     Invariants: as `reverse_kl`; may be captured in a CUDA graph.
     """
     V, D = head_VD.shape
-    to_teacher, to_student, to_rows = _kl_launchers(V, D, teacher_head_VE.shape[1])
-    to_hidden = _launchers(V, D).hidden_grad
-    for wave in _spans(0, len(kl_T), KL_WAVE):
+    launch = _kl_launchers(V, D, teacher_head_VE.shape[1])
+    for wave in _spans(0, len(kl_T), WAVE):
         hidden = _take_hidden(space, hidden_TD, wave, row_weight_T[wave] == 0)
-        logits_grad = space.logits_grad[: len(hidden)]
-        for part in _spans(0, len(hidden), KL_CHUNK):
-            rows = slice(wave.start + part.start, wave.start + part.stop)
-            tokens = part.stop - part.start
-            teacher, pairs = space.teacher_logits[:tokens], space.pairs[:tokens]
-            teacher_stats, student_stats = _stats(space, V, tokens), _stats(space, V, tokens, which=1)
-            to_teacher(
-                teacher_hidden_TE[rows],
-                teacher_head_VE,
-                1.0,
-                space.no_token,
-                teacher,
-                teacher_stats,
-                space.token_logit[:1],
-            )
-            to_student(hidden[part], head_VD, teacher, pairs, student_stats)
-            to_rows(pairs, student_stats, teacher_stats, row_weight_T[rows], logits_grad[part], kl_T[rows])
+        logits, words = space.logits[: len(hidden)], space.logits[: len(hidden)].view(torch.uint32)
+        teacher_stats, stats = _stats(space, V, len(hidden)), _stats(space, V, len(hidden), 4, behind=3)
+        no_token, no_logit = space.no_token, space.token_logit[:1]
+        launch.teacher(teacher_hidden_TE[wave], teacher_head_VE, 1.0, no_token, logits, teacher_stats, no_logit)
+        launch.student(hidden, head_VD, words, stats)
+        launch.rows(words.view(torch.uint16), stats, teacher_stats, row_weight_T[wave], kl_T[wave])
+        logits_grad = words.view(torch.bfloat16)[:, :V]
         grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
-        _give(to_hidden, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)
+        _give(launch.hidden_grad, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)
 
 
 def logprob_into(
@@ -232,7 +212,7 @@ def logprob_into(
     hidden_TD and head_VD are bfloat16, token_T int32. May be captured in a CUDA graph.
     """
     launch = _launchers(*head_VD.shape)
-    for rows in _spans(0, len(token_T), VALUE_CHUNK):
+    for rows in _spans(0, len(token_T), WAVE):
         tokens = rows.stop - rows.start
         stats, token_logit = _stats(space, head_VD.shape[0], tokens), space.token_logit[:tokens]
         launch.value(hidden_TD[rows], head_VD, scale, token_T[rows], space.nothing, stats, token_logit)
@@ -273,11 +253,11 @@ def logprob_gradients_into(
     """
     V, D = head_VD.shape
     launch = _launchers(V, D)
-    for wave in _spans(0, len(token_T), LOGPROB_WAVE):
+    for wave in _spans(0, len(token_T), WAVE):
         idle = (grad_logprob_T[wave] == 0) & (grad_entropy_T[wave] == 0)
         hidden = _take_hidden(space, hidden_TD, wave, idle)
         tokens = len(hidden)
-        logits_grad, token_logit = space.logits_grad[:tokens], space.token_logit[:tokens]
+        logits_grad, token_logit = space.logits[:tokens], space.token_logit[:tokens]
         stats = _stats(space, V, tokens)
         launch.weights(hidden, head_VD, scale, token_T[wave], logits_grad, stats, token_logit)
         if values is not None:

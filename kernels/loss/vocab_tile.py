@@ -11,14 +11,55 @@ from tilelang.language import PrimFunc
 TILE_N, TILE_K, STAGES = 128, 64, 4
 """Tile of the products beside `tile_v` columns: two groups of four warps with 64 rows each, FP32 sums in registers."""
 
-PART = 32
-"""Columns of a tile of which a thread holds the teacher's logits beside the student's."""
+CTAS, CONSUMERS, LOADER = 132, 256, 288
+"""Blocks that walk over the tiles, of which no result depends on how many there are; threads that multiply; and the end
+of the one warp that loads for them, ahead of the tile that they are at."""
+
+PART = 64
+"""Columns of a tile of which a thread holds the teacher's logits beside the student's, or that are stored at once."""
 
 WEIGHTS, LOGITS = 1, 2
 """What `logits` may write beside its stats."""
 
-ROW_THREADS, ROW_STEP = 256, 2048
-"""Threads of a row, and columns that they take at once."""
+ROW_THREADS, ROW_EACH = 256, 8
+"""Threads of a row, and neighbouring columns that each takes at once."""
+
+ROW_STEP = ROW_THREADS * ROW_EACH
+
+
+def _product(D: int, tile_v: int):
+    """Both sides of a tile's product hidden @ head.T over D: who loads and who multiplies, which meet at barriers."""
+    steps = -(-D // TILE_K)
+
+    @T.macro
+    def load(u, row, column, hidden, head, x, w, full, empty, thread):
+        for k in T.serial(steps):
+            at = u * steps + k
+            s = at % STAGES
+            T.mbarrier_wait_parity(empty[s], ((at // STAGES) & 1) ^ 1)
+            span = slice(k * TILE_K, (k + 1) * TILE_K)
+            T.tma_copy(hidden[row : row + TILE_N, span], x[s, :, :], barrier=full[s], leader_scope_threads=32)
+            T.tma_copy(head[column : column + tile_v, span], w[s, :, :], barrier=full[s], leader_scope_threads=32)
+            if thread == CONSUMERS:
+                T.mbarrier_arrive(full[s])
+
+    @T.macro
+    def multiply(u, x, w, z, full, empty, thread):
+        T.clear(z)
+        for k in T.serial(steps):
+            at = u * steps + k
+            T.mbarrier_wait_parity(full[at % STAGES], (at // STAGES) & 1)
+            T.wgmma_gemm(
+                x[at % STAGES, :, :], w[at % STAGES, :, :], z, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
+            )
+            T.wait_wgmma(1)
+            if (thread % 32 == 0) and (k > 0):
+                T.mbarrier_arrive(empty[(at + STAGES - 1) % STAGES])
+        T.wait_wgmma(0)
+        if thread % 32 == 0:
+            T.mbarrier_arrive(empty[(u * steps + steps - 1) % STAGES])
+
+    return load, multiply
 
 
 def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
@@ -32,6 +73,20 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
     """
     S = -(-V // tile_v)
     N = T.dynamic("N")
+    part = 2 * PART if keep == WEIGHTS else PART  # of 32 KiB in both cases
+    kept_dtype = T.float32 if keep == LOGITS else T.bfloat16
+    load, multiply = _product(D, tile_v)
+
+    @T.macro
+    def store(z, staged, kept, row, column):
+        for p in T.unroll(tile_v // part):
+            T.tma_store_wait(0)
+            T.sync_threads(1, CONSUMERS)
+            for i, j in T.Parallel(TILE_N, part):
+                staged[i, j] = z[i, p * part + j]
+            T.fence_proxy_async()
+            T.sync_threads(1, CONSUMERS)
+            T.tma_copy(staged, kept[row, column + p * part])
 
     @T.prim_func
     def logits_kernel(
@@ -39,141 +94,188 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
         head: T.Tensor((V, D), T.bfloat16),
         scale: T.float32,
         token_ids: T.Tensor((N if token else 1,), T.int32),
-        kept: T.Tensor((N if keep else 1, V if keep else 1), T.float32 if keep == LOGITS else T.bfloat16),
+        kept: T.Tensor((N if keep else 1, V if keep else 1), kept_dtype),
         stats: T.Tensor((3, S, N), T.float32),
         token_logit: T.Tensor((N if token else 1,), T.float32),
     ):
-        with T.Kernel(T.ceildiv(N, TILE_N), S, threads=256) as (row, tile):
-            x = T.alloc_shared((TILE_N, TILE_K), T.bfloat16)
-            w = T.alloc_shared((tile_v, TILE_K), T.bfloat16)
-            z = T.alloc_fragment((TILE_N, tile_v), T.float32)
-            wanted = T.alloc_fragment((TILE_N,), T.int32)
-            top = T.alloc_fragment((TILE_N,), T.float32)
-            mass = T.alloc_fragment((TILE_N,), T.float32)
-            moment = T.alloc_fragment((TILE_N,), T.float32)
-            mass_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
-            moment_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
-
-            T.clear(z)
-            for k in T.Pipelined(T.ceildiv(D, TILE_K), num_stages=STAGES):
-                T.copy(hidden[row * TILE_N, k * TILE_K], x)
-                T.copy(head[tile * tile_v, k * TILE_K], w)
-                T.gemm(x, w, z, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            for i, j in T.Parallel(TILE_N, tile_v):
-                z[i, j] *= scale
-            if keep == LOGITS:
-                T.copy(z, kept[row * TILE_N, tile * tile_v])
-            if token:
-                T.copy(token_ids[row * TILE_N], wanted)
-                for i, j in T.Parallel(TILE_N, tile_v):
-                    if wanted[i] == tile * tile_v + j and row * TILE_N + i < N:
-                        token_logit[row * TILE_N + i] = z[i, j]
-            if V % tile_v:
-                for i, j in T.Parallel(TILE_N, tile_v):
-                    z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
-            T.reduce_max(z, top, dim=1)
-            T.reducer_init(mass_sum)
-            T.reducer_init(moment_sum)
-            for i, j in T.Parallel(TILE_N, tile_v):
-                weight = T.__exp(z[i, j] - top[i])
-                T.reducer_update(mass_sum[i], weight)
-                slope = weight * (z[i, j] - top[i])
-                if V % tile_v:  # 0 * -inf
-                    slope = T.if_then_else(tile * tile_v + j < V, slope, 0.0)
-                T.reducer_update(moment_sum[i], slope)
-            T.finalize_reducer(mass_sum, mass)
-            T.finalize_reducer(moment_sum, moment)
-            T.copy(top, stats[0, tile, row * TILE_N])
-            T.copy(mass, stats[1, tile, row * TILE_N])
-            T.copy(moment, stats[2, tile, row * TILE_N])
-            if keep == WEIGHTS:
-                for i, j in T.Parallel(TILE_N, tile_v):
-                    z[i, j] = T.__exp(z[i, j] - top[i])
-                T.copy(z, kept[row * TILE_N, tile * tile_v])
+        with T.Kernel(CTAS, threads=CONSUMERS + 128) as cta:
+            x = T.alloc_shared((STAGES, TILE_N, TILE_K), T.bfloat16)
+            w = T.alloc_shared((STAGES, tile_v, TILE_K), T.bfloat16)
+            staged = T.alloc_shared((TILE_N if keep else 1, part), kept_dtype)
+            full = T.alloc_barrier([1] * STAGES)
+            empty = T.alloc_barrier([CONSUMERS // 32] * STAGES)
+            thread = T.get_thread_binding()
+            row = T.alloc_var(T.int32)
+            tile = T.alloc_var(T.int32)
+            row_tiles = T.ceildiv(N, TILE_N)
+            units = T.ceildiv(row_tiles * S - cta, CTAS)
+            if thread >= CONSUMERS:
+                T.dec_max_nreg(24)
+                if thread < LOADER:
+                    for u in T.serial(units):
+                        row = (u * CTAS + cta) % row_tiles * TILE_N
+                        tile = (u * CTAS + cta) // row_tiles
+                        load(u, row, tile * tile_v, hidden, head, x, w, full, empty, thread)
+            else:
+                T.inc_max_nreg(240)
+                z = T.alloc_fragment((TILE_N, tile_v), T.float32)
+                wanted = T.alloc_fragment((TILE_N,), T.int32)
+                top = T.alloc_fragment((TILE_N,), T.float32)
+                mass = T.alloc_fragment((TILE_N,), T.float32)
+                moment = T.alloc_fragment((TILE_N,), T.float32)
+                mass_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+                moment_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+                for u in T.serial(units):
+                    row = (u * CTAS + cta) % row_tiles * TILE_N
+                    tile = (u * CTAS + cta) // row_tiles
+                    multiply(u, x, w, z, full, empty, thread)
+                    for i, j in T.Parallel(TILE_N, tile_v):
+                        z[i, j] *= scale
+                    if keep == LOGITS:
+                        store(z, staged, kept, row, tile * tile_v)
+                    if token:
+                        T.copy(token_ids[row], wanted)
+                        for i, j in T.Parallel(TILE_N, tile_v):
+                            if wanted[i] == tile * tile_v + j and row + i < N:
+                                token_logit[row + i] = z[i, j]
+                    if V % tile_v:
+                        for i, j in T.Parallel(TILE_N, tile_v):
+                            z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
+                    T.reduce_max(z, top, dim=1)
+                    T.reducer_init(mass_sum)
+                    T.reducer_init(moment_sum)
+                    for i, j in T.Parallel(TILE_N, tile_v):
+                        weight = T.__exp(z[i, j] - top[i])
+                        T.reducer_update(mass_sum[i], weight)
+                        slope = weight * (z[i, j] - top[i])
+                        if V % tile_v:  # 0 * -inf
+                            slope = T.if_then_else(tile * tile_v + j < V, slope, 0.0)
+                        T.reducer_update(moment_sum[i], slope)
+                        if keep == WEIGHTS:
+                            z[i, j] = weight
+                    T.finalize_reducer(mass_sum, mass)
+                    T.finalize_reducer(moment_sum, moment)
+                    T.copy(top, stats[0, tile, row])
+                    T.copy(mass, stats[1, tile, row])
+                    T.copy(moment, stats[2, tile, row])
+                    if keep == WEIGHTS:
+                        store(z, staged, kept, row, tile * tile_v)
+                T.tma_store_wait(0, read=False)
 
     return logits_kernel
 
 
 def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
-    """Of the logits z = hidden @ head.T and those u of a teacher [N, V], for each row and tile: top, mass and moment,
-    which are the largest z, sum exp(z - top) and sum exp(z - top) * (z - u).
+    """Of the logits z = hidden @ head.T and those u of a teacher [N, V], for each row and tile: top, mass, moment and
+    centre, which are the largest z, sum exp(z - top), sum exp(z - top) * (z - u), and z - u where z is largest.
 
-    Beside them, for each element, two bfloat16 in one word: exp(z - top), the low half, and exp(z - top) times
-    z - u - moment / mass, the high half: what the gradient is made of, rounded where it is small. A common part of
-    z - u, and the lead of a token that has nearly all the mass, are not in it.
+    In place of u, for each element, two bfloat16 in one word: exp(z - top), the low half, and exp(z - top) times
+    z - u - centre, the high half: what the gradient is made of, rounded where it is small. A part of z - u common to
+    all, and the lead of a token that has nearly all the mass, are not in it.
     """
     S = -(-V // tile_v)
     N = T.dynamic("N")
+    load, multiply = _product(D, tile_v)
 
     @T.prim_func
     def student_logits_kernel(
         hidden: T.Tensor((N, D), T.bfloat16),
         head: T.Tensor((V, D), T.bfloat16),
-        teacher_logits: T.Tensor((N, V), T.float32),
-        pairs: T.Tensor((N, V), T.uint32),
-        stats: T.Tensor((3, S, N), T.float32),
+        words: T.Tensor((N, V), T.uint32),
+        stats: T.Tensor((4, S, N), T.float32),
     ):
-        with T.Kernel(T.ceildiv(N, TILE_N), S, threads=256) as (row, tile):
-            x = T.alloc_shared((TILE_N, TILE_K), T.bfloat16)
-            w = T.alloc_shared((tile_v, TILE_K), T.bfloat16)
-            z = T.alloc_fragment((TILE_N, tile_v), T.float32)
-            u = T.alloc_fragment((TILE_N, PART), T.float32)
-            pair = T.alloc_fragment((TILE_N, PART), T.uint32)
-            top = T.alloc_fragment((TILE_N,), T.float32)
-            mass = T.alloc_fragment((TILE_N,), T.float32)
-            moment = T.alloc_fragment((TILE_N,), T.float32)
-            mass_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
-            moment_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
-
-            T.clear(z)
-            for k in T.Pipelined(T.ceildiv(D, TILE_K), num_stages=STAGES):
-                T.copy(hidden[row * TILE_N, k * TILE_K], x)
-                T.copy(head[tile * tile_v, k * TILE_K], w)
-                T.gemm(x, w, z, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            if V % tile_v:
-                for i, j in T.Parallel(TILE_N, tile_v):
-                    z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
-            T.reduce_max(z, top, dim=1)
-            T.reducer_init(mass_sum)
-            T.reducer_init(moment_sum)
-            for part in T.unroll(tile_v // PART):
-                T.copy(teacher_logits[row * TILE_N, tile * tile_v + part * PART], u)
-                for i, j in T.Parallel(TILE_N, PART):
-                    weight = T.__exp(z[i, part * PART + j] - top[i])
-                    T.reducer_update(mass_sum[i], weight)
-                    z[i, part * PART + j] -= u[i, j]
-                    slope = weight * z[i, part * PART + j]
-                    if V % tile_v:  # 0 * -inf
-                        slope = T.if_then_else(tile * tile_v + part * PART + j < V, slope, 0.0)
-                    T.reducer_update(moment_sum[i], slope)
-            T.finalize_reducer(mass_sum, mass)
-            T.finalize_reducer(moment_sum, moment)
-            T.copy(top, stats[0, tile, row * TILE_N])
-            T.copy(mass, stats[1, tile, row * TILE_N])
-            T.copy(moment, stats[2, tile, row * TILE_N])
-            for i in T.Parallel(TILE_N):
-                moment[i] = moment[i] / mass[i]
-            for part in T.unroll(tile_v // PART):
-                T.copy(teacher_logits[row * TILE_N, tile * tile_v + part * PART], u)
-                for i, j in T.Parallel(TILE_N, PART):
-                    # z - u stands in z's place: both, or the weights beside them, do not fit into the registers.
-                    weight = T.__exp((z[i, part * PART + j] + u[i, j]) - top[i])
-                    slope = weight * (z[i, part * PART + j] - moment[i])
-                    low = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, weight), T.uint16))
-                    high = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, slope), T.uint16))
-                    pair[i, j] = low | (high << 16)
-                T.copy(pair, pairs[row * TILE_N, tile * tile_v + part * PART])
+        with T.Kernel(CTAS, threads=CONSUMERS + 128) as cta:
+            x = T.alloc_shared((STAGES, TILE_N, TILE_K), T.bfloat16)
+            w = T.alloc_shared((STAGES, tile_v, TILE_K), T.bfloat16)
+            staged = T.alloc_shared((TILE_N, PART), T.uint32)
+            full = T.alloc_barrier([1] * STAGES)
+            empty = T.alloc_barrier([CONSUMERS // 32] * STAGES)
+            thread = T.get_thread_binding()
+            row = T.alloc_var(T.int32)
+            tile = T.alloc_var(T.int32)
+            row_tiles = T.ceildiv(N, TILE_N)
+            units = T.ceildiv(row_tiles * S - cta, CTAS)
+            if thread >= CONSUMERS:
+                T.dec_max_nreg(24)
+                if thread < LOADER:
+                    for u in T.serial(units):
+                        row = (u * CTAS + cta) % row_tiles * TILE_N
+                        tile = (u * CTAS + cta) // row_tiles
+                        load(u, row, tile * tile_v, hidden, head, x, w, full, empty, thread)
+            else:
+                T.inc_max_nreg(240)
+                z = T.alloc_fragment((TILE_N, tile_v), T.float32)
+                teacher = T.alloc_fragment((TILE_N, PART), T.uint32)
+                top = T.alloc_fragment((TILE_N,), T.float32)
+                mass = T.alloc_fragment((TILE_N,), T.float32)
+                moment = T.alloc_fragment((TILE_N,), T.float32)
+                centre = T.alloc_fragment((TILE_N,), T.float32)
+                mass_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+                moment_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+                centre_max = T.alloc_reducer((TILE_N,), T.float32, op="max")
+                for u in T.serial(units):
+                    row = (u * CTAS + cta) % row_tiles * TILE_N
+                    tile = (u * CTAS + cta) // row_tiles
+                    T.copy(words[row, tile * tile_v], teacher)  # of the first part, during the product
+                    multiply(u, x, w, z, full, empty, thread)
+                    if V % tile_v:
+                        for i, j in T.Parallel(TILE_N, tile_v):
+                            z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
+                    T.reduce_max(z, top, dim=1)
+                    T.reducer_init(centre_max)
+                    for i, j in T.Parallel(TILE_N, tile_v):
+                        lead = T.if_then_else(
+                            z[i, j] == top[i] and row + i < N and tile * tile_v + j < V,
+                            z[i, j] - T.reinterpret(words[row + i, tile * tile_v + j], T.float32),
+                            -T.infinity(T.float32),
+                        )
+                        T.reducer_update(centre_max[i], lead)
+                    T.finalize_reducer(centre_max, centre)
+                    T.reducer_init(mass_sum)
+                    T.reducer_init(moment_sum)
+                    for p in T.unroll(tile_v // PART):
+                        if p > 0:
+                            T.copy(words[row, tile * tile_v + p * PART], teacher)
+                        T.tma_store_wait(0)
+                        T.sync_threads(1, CONSUMERS)
+                        for i, j in T.Parallel(TILE_N, PART):
+                            weight = T.__exp(z[i, p * PART + j] - top[i])
+                            lead = (z[i, p * PART + j] - T.reinterpret(teacher[i, j], T.float32)) - centre[i]
+                            slope = weight * lead
+                            if V % tile_v:  # 0 * -inf
+                                slope = T.if_then_else(tile * tile_v + p * PART + j < V, slope, 0.0)
+                            T.reducer_update(mass_sum[i], weight)
+                            T.reducer_update(moment_sum[i], slope)
+                            low = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, weight), T.uint16))
+                            high = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, slope), T.uint16))
+                            staged[i, j] = low | (high << 16)
+                        T.fence_proxy_async()
+                        T.sync_threads(1, CONSUMERS)
+                        T.tma_copy(staged, words[row, tile * tile_v + p * PART])
+                    T.finalize_reducer(mass_sum, mass)
+                    T.finalize_reducer(moment_sum, moment)
+                    for i in T.Parallel(TILE_N):
+                        moment[i] += centre[i] * mass[i]
+                    T.copy(top, stats[0, tile, row])
+                    T.copy(mass, stats[1, tile, row])
+                    T.copy(moment, stats[2, tile, row])
+                    T.copy(centre, stats[3, tile, row])
+                T.tma_store_wait(0, read=False)
 
     return student_logits_kernel
 
 
-def hidden_grad(V: int, D: int, tile_d: int) -> PrimFunc:
-    """Gradient of the hidden states [N, D]: gradient of the logits [N, V] @ head [V, D], vocabulary left to right."""
+def hidden_grad(V: int, D: int, tile_d: int, pitch: int) -> PrimFunc:
+    """Gradient of the hidden states [N, D]: gradient of the logits [N, V] @ head [V, D], vocabulary left to right.
+
+    Args:
+        pitch: numbers from one row of the logits' gradient to the next.
+    """
     N = T.dynamic("N")
 
     @T.prim_func
     def hidden_grad_kernel(
-        logits_grad: T.Tensor((N, V), T.bfloat16),
+        logits_grad: T.StridedTensor((N, V), (pitch, 1), T.bfloat16),
         head: T.Tensor((V, D), T.bfloat16),
         grad: T.Tensor((N, D), T.float32),
     ):
@@ -192,9 +294,9 @@ def hidden_grad(V: int, D: int, tile_d: int) -> PrimFunc:
 
 
 @T.macro
-def _fold(stats, row, S, P, about_top, top, mass, mean, scales, centres):
-    """Of a row's tiles [3, S, N]: its largest logit, its mass above that, and its moment over its mass; of each tile:
-    what its weights are multiplied by to become probabilities, and its own moment over its mass.
+def _fold(stats, row, S, P, about_top, top, mass, mean, scales):
+    """Of a row's tiles: its largest logit, its mass above that, and its moment over its mass; of each tile what its
+    weights are multiplied by to become probabilities.
 
     `about_top`: the tiles' moments are about their own tops, and the row's becomes one about the row's.
     """
@@ -207,7 +309,6 @@ def _fold(stats, row, S, P, about_top, top, mass, mean, scales, centres):
         moments[i] = T.if_then_else(i < S, stats[2, i, row], 0.0)
     T.reduce_max(tops, top, dim=0)
     for i in T.Parallel(P):
-        centres[i] = moments[i] / masses[i]
         if about_top:  # 0 * -inf
             moments[i] += T.if_then_else(masses[i] > 0, (tops[i] - top[0]) * masses[i], 0.0)
         tops[i] = T.__exp(tops[i] - top[0])
@@ -226,10 +327,12 @@ def _padded(S: int) -> int:
 
 
 def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
-    """KL(student || teacher) of each row [N], and the gradient of the student's logits [N, V], from `student_logits`'
-    pairs and both stats. A row of weight 0 is written as zeros, whatever it holds.
+    """KL(student || teacher) of each row [N], and the gradient of the student's logits, from `student_logits`' words
+    and both stats. A row of weight 0 is written as zeros, whatever it holds.
 
         lead = sum p (z - u);   kl = lead - (log sum exp z - log sum exp u);   dz = weight * p * (z - u - lead)
+
+    The gradient is V bfloat16 at the start of each row of words, which are halves [N, 2 V] here.
     """
     S = -(-V // tile_v)
     P = _padded(S)
@@ -237,11 +340,10 @@ def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
 
     @T.prim_func
     def reverse_kl_rows_kernel(
-        pairs: T.Tensor((N, V), T.uint32),
-        student_stats: T.Tensor((3, S, N), T.float32),
+        halves: T.Tensor((N, 2 * V), T.uint16),
+        student_stats: T.Tensor((4, S, N), T.float32),
         teacher_stats: T.Tensor((3, S, N), T.float32),
         row_weight: T.Tensor((N,), T.float32),
-        logits_grad: T.Tensor((N, V), T.bfloat16),
         kl: T.Tensor((N,), T.float32),
     ):
         with T.Kernel(N, threads=ROW_THREADS) as row:
@@ -253,26 +355,34 @@ def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
             unused = T.alloc_fragment((1,), T.float32)
             scales = T.alloc_shared((P,), T.float32)
             centres = T.alloc_shared((P,), T.float32)
-            pair = T.alloc_fragment((ROW_STEP,), T.uint32)
-            g = T.alloc_fragment((ROW_STEP,), T.bfloat16)
+            held = T.alloc_local((2 * ROW_EACH,), T.uint16)
+            thread = T.get_thread_binding()
 
-            _fold(teacher_stats, row, S, P, True, q_top, q_mass, unused, scales, centres)
+            _fold(teacher_stats, row, S, P, True, q_top, q_mass, unused, scales)
             T.sync_threads()
-            _fold(student_stats, row, S, P, False, p_top, p_mass, lead, scales, centres)
+            _fold(student_stats, row, S, P, False, p_top, p_mass, lead, scales)
+            for i in T.Parallel(P):
+                centres[i] = T.if_then_else(i < S, student_stats[3, i, row], 0.0)
             weight = row_weight[row]
             value = (lead[0] - (p_top[0] - q_top[0])) - T.log(p_mass[0] / q_mass[0])
             for _ in T.Parallel(1):
                 kl[row] = T.if_then_else(weight != 0.0, T.max(value, 0.0), 0.0)
-            T.sync_threads()
             for step in T.serial(T.ceildiv(V, ROW_STEP)):
-                T.copy(pairs[row, step * ROW_STEP], pair)
-                for j in T.Parallel(ROW_STEP):
-                    tile = T.min((step * ROW_STEP + j) // tile_v, S - 1)
-                    p = T.reinterpret(pair[j] << 16, T.float32)
-                    slope = T.reinterpret(pair[j] & T.uint32(0xFFFF0000), T.float32)
-                    value = (weight * scales[tile]) * (slope + p * (centres[tile] - lead[0]))
-                    g[j] = T.if_then_else(weight != 0.0, value, 0.0)
-                T.copy(g, logits_grad[row, step * ROW_STEP])
+                at = step * ROW_STEP + thread * ROW_EACH
+                if at < V:
+                    for j in T.vectorized(2 * ROW_EACH):
+                        held[j] = halves[row, 2 * at + j]
+                T.sync_threads()  # all have read what is written over; the first time also the tiles' numbers are there
+                if at < V:
+                    centre = centres[at // tile_v] - lead[0]
+                    scale = weight * scales[at // tile_v]
+                    for j in T.unroll(ROW_EACH):
+                        p = T.reinterpret(T.Cast(T.uint32, held[2 * j]) << 16, T.float32)
+                        slope = T.reinterpret(T.Cast(T.uint32, held[2 * j + 1]) << 16, T.float32)
+                        value = T.if_then_else(weight != 0.0, scale * (slope + p * centre), 0.0)
+                        held[j] = T.reinterpret(T.Cast(T.bfloat16, value), T.uint16)
+                    for j in T.vectorized(ROW_EACH):
+                        halves[row, at + j] = held[j]
 
     return reverse_kl_rows_kernel
 
@@ -295,8 +405,7 @@ def logprob_rows(V: int, tile_v: int) -> PrimFunc:
             mass = T.alloc_fragment((1,), T.float32)
             mean = T.alloc_fragment((1,), T.float32)
             scales = T.alloc_fragment((P,), T.float32)
-            centres = T.alloc_fragment((P,), T.float32)
-            _fold(stats, row, S, P, True, top, mass, mean, scales, centres)
+            _fold(stats, row, S, P, True, top, mass, mean, scales)
             for _ in T.Parallel(1):
                 logprob[row] = (token_logit[row] - top[0]) - T.log(mass[0])
                 entropy[row] = T.log(mass[0]) - mean[0]
@@ -328,10 +437,9 @@ def logprob_grad_rows(V: int, tile_v: int) -> PrimFunc:
             mass = T.alloc_fragment((1,), T.float32)
             mean = T.alloc_fragment((1,), T.float32)
             scales = T.alloc_shared((P,), T.float32)
-            centres = T.alloc_shared((P,), T.float32)
             weights = T.alloc_fragment((ROW_STEP,), T.bfloat16)
 
-            _fold(stats, row, S, P, True, top, mass, mean, scales, centres)
+            _fold(stats, row, S, P, True, top, mass, mean, scales)
             a = logprob_grads[row] * scale
             b = entropy_grads[row] * scale
             entropy = T.log(mass[0]) - mean[0]

@@ -15,7 +15,7 @@ from rollforward.kernels.errors import BackendError, ProgramMissingError
 from rollforward.kernels.loss import vocab_sweep
 from tests.helpers.source import ROOT, imports, modules
 
-ONE = program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=256)
+ONE = program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=256, pitch=512)
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +55,13 @@ def test_a_program_that_is_not_compiled_is_an_error():
 
 def test_a_programs_file_follows_its_constants():
     others = [
-        program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=128),
+        program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=128, pitch=512),
         program("loss.vocab_tile", "logprob_rows", V=512, tile_v=256),
     ]
     assert len({dispatch.path_of(one) for one in (ONE, *others)}) == 3
-    assert dispatch.path_of(program("loss.vocab_tile", "hidden_grad", tile_d=256, D=256, V=512)) == dispatch.path_of(
-        ONE
-    )
+    assert dispatch.path_of(
+        program("loss.vocab_tile", "hidden_grad", tile_d=256, D=256, V=512, pitch=512)
+    ) == dispatch.path_of(ONE)
 
 
 def test_tile_files_import_nothing_of_ours():
@@ -99,7 +99,7 @@ def test_a_program_is_compiled_once_and_found_again():
     # Another process finds it, and needs no compiler.
     code = (
         "import sys\nfrom rollforward.kernels import dispatch\n"
-        "dispatch.bind(dispatch.program('loss.vocab_tile', 'hidden_grad', V=512, D=256, tile_d=256))\n"
+        "dispatch.bind(dispatch.program('loss.vocab_tile', 'hidden_grad', V=512, D=256, tile_d=256, pitch=512))\n"
         "assert 'tilelang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

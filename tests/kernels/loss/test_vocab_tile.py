@@ -1,6 +1,6 @@
 """`reverse_kl` and `linear_logprob` on a GPU: their tile form against float64, the reference, and themselves.
 
-Sizes cross the tiles (128 rows, 256 columns, steps of 2048 columns), the chunks and the waves. Not proven here: speed.
+Sizes cross the tiles (128 rows, 256 columns, steps of 2048 columns) and the waves. Not proven here: speed.
 """
 
 import functools
@@ -71,7 +71,7 @@ def into(arguments: tuple[Tensor, ...], rows: Tensor, *, garbage: float = 0.0, a
     for one in (*space, *out):
         if one.is_floating_point():
             one.fill_(garbage)
-    space.pairs.view(torch.int32).fill_(0x7FC07FC0)  # NaN twice
+    space.logits.view(torch.int32).fill_(0x7FC07FC0)  # NaN, as one number and as two
     vocab_sweep.reverse_kl_into(
         hidden[rows], head, teacher_hidden[rows], teacher_head, weight[rows], *out, space, adds=adds
     )
