@@ -28,7 +28,12 @@ from rollforward.kernels.errors import BackendError, ProgramMissingError
 REFERENCE, TILE = "reference", "tile"
 """Forms of an op: plain torch, and TileLang for sm_90a."""
 
-TILE_OPS = {"linear_logprob": "loss.linear_logprob", "reverse_kl": "loss.reverse_kl"}
+TILE_OPS = {
+    "linear_logprob": "loss.linear_logprob",
+    "mix": "mhc.mix",
+    "mxfp4": "quant.mxfp4",
+    "reverse_kl": "loss.reverse_kl",
+}
 """Ops that have a TileLang form -> their module (docs/kernels.md)."""
 
 TARGET = "sm_90a"

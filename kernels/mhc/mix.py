@@ -1,11 +1,15 @@
 """Hyper-connections: how M residual streams feed a sublayer and take its output back.
 
-Here: the public functions. The arithmetic is in ``mix_ref.py``, the normalisation in ``sinkhorn.py``.
+Here: the public functions. The arithmetic is in ``mix_ref.py``, the normalisation in ``sinkhorn.py``; on a GPU both
+are in ``mix_tile.py``, behind ``mix_sweep.py``.
 """
 
+import torch
 from torch import Tensor
 
-from rollforward.kernels.checks import bind_shapes, check_shapes
+from rollforward.kernels import dispatch
+from rollforward.kernels.checks import bind_shapes, check_dtype, check_shapes
+from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.mhc.mix_ref import mhc_head_ref, mhc_mix_ref, mhc_post_ref, mhc_pre_ref
 
 
@@ -34,6 +38,33 @@ def mhc_mix(
     return mhc_mix_ref(streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps)
 
 
+def mhc_enter(
+    streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale_3: Tensor, *, iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sublayer's input and what the way out needs: ``mhc_pre`` of ``mhc_mix``'s pre; post, comb.
+
+    Args:
+        streams_TMD: [T, M, D] float32; the tile form: bfloat16, M = 4, D a multiple of 256.
+        fn_XJ, base_X, scale_3, iters, eps, norm_eps: as for ``mhc_mix``, float32 in both forms.
+
+    Returns:
+        input_TD of the streams' dtype; post_TM and comb_TMM float32.
+
+    Invariants: row-invariant, deterministic; gradients that sum over tokens have a fixed order.
+    """
+    if not dispatch.is_tile("mix"):
+        pre_TM, post_TM, comb_TMM = mhc_mix(
+            streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps
+        )
+        return mhc_pre(streams_TMD, pre_TM), post_TM, comb_TMM
+    sizes = bind_shapes("mhc_enter", streams_TMD=(streams_TMD, "T 4 D"), base_X=(base_X, "24"), scale_3=(scale_3, "3"))
+    bind_shapes("mhc_enter", fn_XJ=(fn_XJ, f"24 {4 * sizes['D']}"))
+    mix_sweep.check_streams("mhc_enter", streams_TMD)
+    check_dtype("mhc_enter", "fn_XJ", fn_XJ, torch.float32)
+    input_TD, weights = mix_sweep.Enter.apply(streams_TMD, fn_XJ, base_X, scale_3, (iters, eps, norm_eps))
+    return input_TD, weights[:, mix_sweep.POST], weights[:, mix_sweep.COMB].unflatten(1, (4, 4))
+
+
 def mhc_pre(streams_TMD: Tensor, pre_TM: Tensor) -> Tensor:
     """Return the sublayer's input, sum_j pre_j X_j. [T, M, D], [T, M] -> [T, D] float32; row-invariant."""
     check_shapes("mhc_pre", streams_TMD=streams_TMD, pre_TM=pre_TM)
@@ -44,24 +75,37 @@ def mhc_post(sublayer_TD: Tensor, streams_TMD: Tensor, post_TM: Tensor, comb_TMM
     """Mix the streams and add the sublayer's output: X'_k = post_k f + sum_j comb_jk X_j.
 
     Args:
-        sublayer_TD: [T, D] float32, the sublayer's output f.
-        streams_TMD: [T, M, D] float32, the streams before the sublayer.
+        sublayer_TD: [T, D] float32, the sublayer's output f; the tile form: bfloat16.
+        streams_TMD: [T, M, D] of the same dtype, the streams before the sublayer; the tile form: M = 4, D a multiple of
+            256.
         post_TM: [T, M] float32; comb_TMM: [T, M (j), M (k)] float32, both from ``mhc_mix``.
 
     Returns:
-        [T, M, D] float32.
+        [T, M, D] of the streams' dtype.
 
     Invariants: row-invariant.
     Source: DeepSeek-V4 reference model.py hc_post.
     """
     check_shapes("mhc_post", sublayer_TD=sublayer_TD, streams_TMD=streams_TMD, post_TM=post_TM, comb_TMM=comb_TMM)
+    if dispatch.is_tile("mix"):
+        bind_shapes("mhc_post", streams_TMD=(streams_TMD, "T 4 D"))
+        mix_sweep.check_streams("mhc_post", streams_TMD)
+        check_dtype("mhc_post", "sublayer_TD", sublayer_TD, torch.bfloat16)
+        return mix_sweep.Leave.apply(sublayer_TD, streams_TMD, post_TM, comb_TMM)
     return mhc_post_ref(sublayer_TD, streams_TMD, post_TM, comb_TMM)
 
 
 def mhc_head(
     streams_TMD: Tensor, fn_MJ: Tensor, base_M: Tensor, scale_1: Tensor, *, eps: float, norm_eps: float
 ) -> Tensor:
-    """Merge the streams before the final norm, without Sinkhorn. [T, M, D] -> [T, D] float32; row-invariant."""
+    """Merge the streams before the final norm, without Sinkhorn. [T, M, D] -> [T, D]; row-invariant.
+
+    Float32; the tile form: streams and result bfloat16, M = 4, D a multiple of 256.
+    """
     sizes = check_shapes("mhc_head", streams_TMD=streams_TMD, fn_MJ=fn_MJ, base_M=base_M, scale_1=scale_1)
     bind_shapes("mhc_head", fn_MJ=(fn_MJ, f"M {sizes['M'] * sizes['D']}"))
+    if dispatch.is_tile("mix"):
+        bind_shapes("mhc_head", streams_TMD=(streams_TMD, "T 4 D"))
+        mix_sweep.check_streams("mhc_head", streams_TMD)
+        return mix_sweep.Enter.apply(streams_TMD, fn_MJ, base_M, scale_1, (mix_sweep.HEAD_ITERS, eps, norm_eps))[0]
     return mhc_head_ref(streams_TMD, fn_MJ, base_M, scale_1, eps=eps, norm_eps=norm_eps)

@@ -1,13 +1,18 @@
 """Public ops on MXFP4 weights (routed experts): quantise, dequantise, fake-quantise, convert to block FP8.
 
-One quantiser serves the trainer's forward, the exporter, the checkpoint writer and the tests.
+One quantiser serves the trainer's forward, the exporter, the checkpoint writer and the tests. Its tile form reads the
+weights once (`mxfp4_sweep`) and gives the same bytes.
 What does not live here: FP4 activations of the indexer (`fp4_group.py`).
 """
 
+from typing import NamedTuple
+
 import torch
 
+from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype, check_multiple
-from rollforward.kernels.quant.formats import MXFP4_GROUP
+from rollforward.kernels.quant import mxfp4_sweep
+from rollforward.kernels.quant.formats import E2M1, FP8_BLOCK, MXFP4_GROUP, check_finite_amax
 from rollforward.kernels.quant.mxfp4_ref import (
     fake_quant_mxfp4_ref,
     mxfp4_dequantise_ref,
@@ -33,6 +38,67 @@ def _check_packed(op: str, packed: torch.Tensor, scale: torch.Tensor) -> None:
     bind_shapes(op, scale=(scale, f"... R {num_groups}"))
 
 
+class MXFP4AndFP8(NamedTuple):
+    """The same weights [..., R, K] in both formats."""
+
+    packed: torch.Tensor
+    """[..., R, K/2] int8; low nibble = even index."""
+    scale: torch.Tensor
+    """[..., R, K/32] uint8."""
+    payload: torch.Tensor
+    """[..., R, K] float8_e4m3fn."""
+    block_scale: torch.Tensor
+    """[..., ceil(R/128), ceil(K/128)] uint8."""
+    payload_turned: torch.Tensor | None
+    """[..., K, R] float8_e4m3fn, contiguous; None: not asked for."""
+    clamped_groups: int
+    """Groups whose scale was raised."""
+
+
+def _quantise_tile(w: torch.Tensor, *, fp8: bool, turned: bool) -> tuple[mxfp4_sweep.Quantised, int]:
+    op = "mxfp4_quantise"
+    bind_shapes(op, w=(w, "... R K"))
+    check_dtype(op, "w", w, torch.float32, torch.bfloat16)
+    for name, size in zip("RK", w.shape[-2:], strict=True):
+        check_multiple(op, f"{name} of w, in the tile form,", size, FP8_BLOCK)
+    stacked = w.detach().reshape(-1, *w.shape[-2:]).contiguous()
+    out = mxfp4_sweep.outputs(*stacked.shape, w.device, fp8=fp8, turned=turned)
+    if not len(stacked):
+        return out, 0
+    mxfp4_sweep.quantise_into(stacked, out, fp8=fp8, turned=turned)
+    lowest, num_clamped = torch.stack([out.raised.amin(), out.raised.sum()]).tolist()
+    if lowest < 0:
+        check_finite_amax(op, E2M1, w.abs().amax().float(), w.float())
+    return out, num_clamped
+
+
+def mxfp4_quantise_fp8(w: torch.Tensor, *, turned: bool = False) -> MXFP4AndFP8:
+    """Quantise master weights to MXFP4 and to the block FP8 of the same values, `mxfp4_to_fp8` of it, in one pass.
+
+    Args:
+        w: [..., R, K] float32, finite, K a multiple of 32; the tile form: also bfloat16, R and K multiples of 128.
+        turned: also the FP8 payload transposed, for products over R.
+
+    Returns:
+        Both formats.
+
+    Raises:
+        NonFiniteError: w holds NaN or infinity.
+
+    Invariants: as `mxfp4_quantise`; the bytes of the tile form are those of the reference.
+    """
+    if dispatch.is_tile("mxfp4"):
+        out, num_clamped = _quantise_tile(w, fp8=True, turned=turned)
+        both = out.packed.view(torch.int8), out.scale, out.payload, out.block_scale
+        packed, scale, payload, block_scale = (one.view(*w.shape[:-2], *one.shape[1:]) for one in both)
+        back = out.turned.view(*w.shape[:-2], *out.turned.shape[1:]) if turned else None
+        return MXFP4AndFP8(packed, scale, payload, block_scale, back, num_clamped)
+    packed, scale, num_clamped = mxfp4_quantise_counted(w)
+    payload, block_scale, _ = mxfp4_to_fp8_ref(packed, scale)
+    back = payload.view(torch.uint8).mT.contiguous().view(payload.dtype) if turned else None
+    return MXFP4AndFP8(packed, scale, payload, block_scale, back, num_clamped)
+
+
 def mxfp4_quantise(w: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise master weights to packed E2M1 with one E8M0 scale per 1x32 group along K.
 
@@ -56,6 +122,8 @@ def mxfp4_quantise(w: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tens
     Source: official convert.py (layout), kernel.py (scale rule, rounding).
     Example: one group with 1.0, -0.3, 0.25, 2.7 -> scale byte 126 (0.5), values 1.0, -0.25, 0.25, 3.0
     """
+    if dispatch.is_tile("mxfp4") and not strict:
+        return mxfp4_quantise_counted(w)[:2]
     _check_weight("mxfp4_quantise", w)
     packed, scale, _ = mxfp4_quantise_ref(w.detach(), strict=strict)
     return packed, scale
@@ -63,6 +131,10 @@ def mxfp4_quantise(w: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tens
 
 def mxfp4_quantise_counted(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return `mxfp4_quantise(w)` and `mxfp4_clamped_groups(w)`, with the scales computed once."""
+    if dispatch.is_tile("mxfp4"):
+        out, num_clamped = _quantise_tile(w, fp8=False, turned=False)
+        packed, scale = (one.view(*w.shape[:-2], *one.shape[1:]) for one in (out.packed.view(torch.int8), out.scale))
+        return packed, scale, num_clamped
     _check_weight("mxfp4_quantise_counted", w)
     return mxfp4_quantise_ref(w.detach())
 
