@@ -41,6 +41,8 @@ class Case(NamedTuple):
     peers: dict[str, Callable[[], object]]
     """Others that compute the same."""
     programs: list[dispatch.Program]
+    times: int = 1
+    """How often `run` and the peers do it in one call; their time is divided by it."""
 
 
 def _time_us(run: Callable[[], object]) -> float:
@@ -108,7 +110,7 @@ def measure(case: Case, peers: list[str], flops_rate: float, copy_rate: float) -
     runs: dict[str, Callable[[], object]] = {"ours": case.run}
     runs |= {name: run for name, run in case.peers.items() if name in peers or not peers}
     memory = {name: peak_bytes(run) for name, run in runs.items() if name != "ours"}
-    times = _medians_us(runs)
+    times = {name: us / case.times for name, us in _medians_us(runs).items()}
     floor_us = max(case.flops / flops_rate, case.bytes / copy_rate) * 1e6  # 0: of launches alone
     ours = times["ours"]
     return {

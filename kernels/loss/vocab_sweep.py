@@ -22,6 +22,9 @@ from rollforward.kernels.dispatch import Program, bind, program
 TILE_V, TILE_D = 256, 256
 """Columns of a tile of the vocabulary, which has partial sums of its own, and of the hidden states' gradient."""
 
+PART = 64
+"""Columns of a tile with a centre of their own, as in `vocab_tile`."""
+
 WAVE = 2048
 """1.03 GiB for reverse KL and 0.53 GiB for log-probabilities at V = 129280: both heads and the head's gradient are
 read once for each wave."""
@@ -88,7 +91,7 @@ class Workspace(NamedTuple):
     logits: Tensor
     """[wave, V]: words of 32 bits for a walk with a teacher, else bfloat16; at the end the gradient of the logits."""
     stats: Tensor
-    """float32: three numbers of each row's tiles, with a teacher seven."""
+    """float32: three numbers of each row's tiles, with a teacher ten."""
     token_logit: Tensor
     """[wave] float32."""
     nothing: Tensor
@@ -103,7 +106,7 @@ def workspace(V: int, D: int, device: torch.device, *, teacher: bool) -> Workspa
     return Workspace(
         hidden=make((WAVE, D), dtype=torch.bfloat16),
         logits=make((WAVE, V), dtype=torch.float32 if teacher else torch.bfloat16),
-        stats=make((7 if teacher else 3) * -(-V // TILE_V) * WAVE, dtype=torch.float32),
+        stats=make((10 if teacher else 3) * -(-V // TILE_V) * WAVE, dtype=torch.float32),
         token_logit=make(WAVE, dtype=torch.float32),
         nothing=make((1, 1), dtype=torch.bfloat16),
         no_token=make(1, dtype=torch.int32),
@@ -188,11 +191,12 @@ def reverse_kl_into(
     for wave in _spans(0, len(kl_T), WAVE):
         hidden = _take_hidden(space, hidden_TD, wave, row_weight_T[wave] == 0)
         logits, words = space.logits[: len(hidden)], space.logits[: len(hidden)].view(torch.uint32)
-        teacher_stats, stats = _stats(space, V, len(hidden)), _stats(space, V, len(hidden), 4, behind=3)
+        teacher_stats, stats = _stats(space, V, len(hidden)), _stats(space, V, len(hidden), behind=3)
+        centres = _stats(space, V, len(hidden), TILE_V // PART, behind=6).flatten(0, 1)
         no_token, no_logit = space.no_token, space.token_logit[:1]
         launch.teacher(teacher_hidden_TE[wave], teacher_head_VE, 1.0, no_token, logits, teacher_stats, no_logit)
-        launch.student(hidden, head_VD, words, stats)
-        launch.rows(words.view(torch.uint16), stats, teacher_stats, row_weight_T[wave], kl_T[wave])
+        launch.student(hidden, head_VD, logits, words, stats, centres)
+        launch.rows(words.view(torch.uint16), stats, centres, teacher_stats, row_weight_T[wave], kl_T[wave])
         logits_grad = words.view(torch.bfloat16)[:, :V]
         grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
         _give(launch.hidden_grad, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)

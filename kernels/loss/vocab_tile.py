@@ -166,23 +166,62 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
 
 
 def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
-    """Of the logits z = hidden @ head.T and those u of a teacher [N, V], for each row and tile: top, mass, moment and
-    centre, which are the largest z, sum exp(z - top), sum exp(z - top) * (z - u), and z - u where z is largest.
+    """Of the logits z = hidden @ head.T and those u of a teacher [N, V], for each row and tile: top, mass and moment,
+    which are the largest z, sum exp(z - top) and sum exp(z - top) * (z - u); and for each 64 columns their centre, which
+    is their moment over their mass.
 
     In place of u, for each element, two bfloat16 in one word: exp(z - top), the low half, and exp(z - top) times
     z - u - centre, the high half: what the gradient is made of, rounded where it is small. A part of z - u common to
     all, and the lead of a token that has nearly all the mass, are not in it.
     """
     S = -(-V // tile_v)
+    parts = tile_v // PART
     N = T.dynamic("N")
     load, multiply = _product(D, tile_v)
+
+    @T.macro
+    def fold(z, weights, p, place, top, mass_sum, moment_sum, of_part, centre, centres, staged, words):
+        """A part whose teacher's logits are in weights, which become exp(z - top); its z become z - u."""
+        row, tile = place
+        sums = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+        slopes = T.alloc_reducer((TILE_N,), T.float32, op="sum")
+        T.reducer_init(sums)
+        T.reducer_init(slopes)
+        for i, j in T.Parallel(TILE_N, PART):
+            weight = T.__exp(z[i, p * PART + j] - top[i])
+            z[i, p * PART + j] -= weights[i, j]
+            weights[i, j] = weight
+            slope = weight * z[i, p * PART + j]
+            if V % tile_v:  # 0 * -inf
+                slope = T.if_then_else(tile * tile_v + p * PART + j < V, slope, 0.0)
+            T.reducer_update(sums[i], weight)
+            T.reducer_update(slopes[i], slope)
+            T.reducer_update(mass_sum[i], weight)  # of the tile, in the order in which `logits` adds it
+            T.reducer_update(moment_sum[i], slope)
+        T.finalize_reducer(sums, of_part)
+        T.finalize_reducer(slopes, centre)
+        for i in T.Parallel(TILE_N):
+            centre[i] = T.if_then_else(of_part[i] > 0, centre[i] / of_part[i], 0.0)
+        T.copy(centre, centres[tile * parts + p, row])
+        T.tma_store_wait(0)
+        T.sync_threads(1, CONSUMERS)
+        for i, j in T.Parallel(TILE_N, PART):
+            slope = weights[i, j] * (z[i, p * PART + j] - centre[i])
+            low = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, weights[i, j]), T.uint16))
+            high = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, slope), T.uint16))
+            staged[i, j] = low | (high << 16)
+        T.fence_proxy_async()
+        T.sync_threads(1, CONSUMERS)
+        T.tma_copy(staged, words[row, tile * tile_v + p * PART])
 
     @T.prim_func
     def student_logits_kernel(
         hidden: T.Tensor((N, D), T.bfloat16),
         head: T.Tensor((V, D), T.bfloat16),
+        teacher: T.Tensor((N, V), T.float32),
         words: T.Tensor((N, V), T.uint32),
-        stats: T.Tensor((4, S, N), T.float32),
+        stats: T.Tensor((3, S, N), T.float32),
+        centres: T.Tensor((S * parts, N), T.float32),
     ):
         with T.Kernel(CTAS, threads=CONSUMERS + 128) as cta:
             x = T.alloc_shared((STAGES, TILE_N, TILE_K), T.bfloat16)
@@ -205,61 +244,43 @@ def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
             else:
                 T.inc_max_nreg(240)
                 z = T.alloc_fragment((TILE_N, tile_v), T.float32)
-                teacher = T.alloc_fragment((TILE_N, PART), T.uint32)
+                odd = T.alloc_fragment((TILE_N, PART), T.float32)
+                even = T.alloc_fragment((TILE_N, PART), T.float32)
                 top = T.alloc_fragment((TILE_N,), T.float32)
                 mass = T.alloc_fragment((TILE_N,), T.float32)
                 moment = T.alloc_fragment((TILE_N,), T.float32)
+                of_part = T.alloc_fragment((TILE_N,), T.float32)
                 centre = T.alloc_fragment((TILE_N,), T.float32)
                 mass_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
                 moment_sum = T.alloc_reducer((TILE_N,), T.float32, op="sum")
-                centre_max = T.alloc_reducer((TILE_N,), T.float32, op="max")
                 for u in T.serial(units):
                     row = (u * CTAS + cta) % row_tiles * TILE_N
                     tile = (u * CTAS + cta) // row_tiles
-                    T.copy(words[row, tile * tile_v], teacher)  # of the first part, during the product
+                    T.copy(teacher[row, tile * tile_v], even)  # during the product
                     multiply(u, x, w, z, full, empty, thread)
                     if V % tile_v:
                         for i, j in T.Parallel(TILE_N, tile_v):
                             z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
                     T.reduce_max(z, top, dim=1)
-                    T.reducer_init(centre_max)
-                    for i, j in T.Parallel(TILE_N, tile_v):
-                        lead = T.if_then_else(
-                            z[i, j] == top[i] and row + i < N and tile * tile_v + j < V,
-                            z[i, j] - T.reinterpret(words[row + i, tile * tile_v + j], T.float32),
-                            -T.infinity(T.float32),
-                        )
-                        T.reducer_update(centre_max[i], lead)
-                    T.finalize_reducer(centre_max, centre)
                     T.reducer_init(mass_sum)
                     T.reducer_init(moment_sum)
-                    for p in T.unroll(tile_v // PART):
-                        if p > 0:
-                            T.copy(words[row, tile * tile_v + p * PART], teacher)
-                        T.tma_store_wait(0)
-                        T.sync_threads(1, CONSUMERS)
-                        for i, j in T.Parallel(TILE_N, PART):
-                            weight = T.__exp(z[i, p * PART + j] - top[i])
-                            lead = (z[i, p * PART + j] - T.reinterpret(teacher[i, j], T.float32)) - centre[i]
-                            slope = weight * lead
-                            if V % tile_v:  # 0 * -inf
-                                slope = T.if_then_else(tile * tile_v + p * PART + j < V, slope, 0.0)
-                            T.reducer_update(mass_sum[i], weight)
-                            T.reducer_update(moment_sum[i], slope)
-                            low = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, weight), T.uint16))
-                            high = T.Cast(T.uint32, T.reinterpret(T.Cast(T.bfloat16, slope), T.uint16))
-                            staged[i, j] = low | (high << 16)
-                        T.fence_proxy_async()
-                        T.sync_threads(1, CONSUMERS)
-                        T.tma_copy(staged, words[row, tile * tile_v + p * PART])
+                    for pair in T.unroll(parts // 2):  # one part's numbers come while those of another are folded
+                        T.copy(teacher[row, tile * tile_v + (2 * pair + 1) * PART], odd)
+                        fold(
+                            *(z, even, 2 * pair, (row, tile), top, mass_sum, moment_sum),
+                            *(of_part, centre, centres, staged, words),
+                        )
+                        if 2 * pair + 2 < parts:
+                            T.copy(teacher[row, tile * tile_v + (2 * pair + 2) * PART], even)
+                        fold(
+                            *(z, odd, 2 * pair + 1, (row, tile), top, mass_sum, moment_sum),
+                            *(of_part, centre, centres, staged, words),
+                        )
                     T.finalize_reducer(mass_sum, mass)
                     T.finalize_reducer(moment_sum, moment)
-                    for i in T.Parallel(TILE_N):
-                        moment[i] += centre[i] * mass[i]
                     T.copy(top, stats[0, tile, row])
                     T.copy(mass, stats[1, tile, row])
                     T.copy(moment, stats[2, tile, row])
-                    T.copy(centre, stats[3, tile, row])
                 T.tma_store_wait(0, read=False)
 
     return student_logits_kernel
@@ -327,8 +348,8 @@ def _padded(S: int) -> int:
 
 
 def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
-    """KL(student || teacher) of each row [N], and the gradient of the student's logits, from `student_logits`' words
-    and both stats. A row of weight 0 is written as zeros, whatever it holds.
+    """KL(student || teacher) of each row [N], and the gradient of the student's logits, from `student_logits`' words,
+    its centres, and both stats. A row of weight 0 is written as zeros, whatever it holds.
 
         lead = sum p (z - u);   kl = lead - (log sum exp z - log sum exp u);   dz = weight * p * (z - u - lead)
 
@@ -341,7 +362,8 @@ def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
     @T.prim_func
     def reverse_kl_rows_kernel(
         halves: T.Tensor((N, 2 * V), T.uint16),
-        student_stats: T.Tensor((4, S, N), T.float32),
+        student_stats: T.Tensor((3, S, N), T.float32),
+        centres: T.Tensor((S * (tile_v // PART), N), T.float32),
         teacher_stats: T.Tensor((3, S, N), T.float32),
         row_weight: T.Tensor((N,), T.float32),
         kl: T.Tensor((N,), T.float32),
@@ -354,15 +376,12 @@ def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
             lead = T.alloc_fragment((1,), T.float32)
             unused = T.alloc_fragment((1,), T.float32)
             scales = T.alloc_shared((P,), T.float32)
-            centres = T.alloc_shared((P,), T.float32)
             held = T.alloc_local((2 * ROW_EACH,), T.uint16)
             thread = T.get_thread_binding()
 
             _fold(teacher_stats, row, S, P, True, q_top, q_mass, unused, scales)
             T.sync_threads()
             _fold(student_stats, row, S, P, False, p_top, p_mass, lead, scales)
-            for i in T.Parallel(P):
-                centres[i] = T.if_then_else(i < S, student_stats[3, i, row], 0.0)
             weight = row_weight[row]
             value = (lead[0] - (p_top[0] - q_top[0])) - T.log(p_mass[0] / q_mass[0])
             for _ in T.Parallel(1):
@@ -374,7 +393,7 @@ def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
                         held[j] = halves[row, 2 * at + j]
                 T.sync_threads()  # all have read what is written over; the first time also the tiles' numbers are there
                 if at < V:
-                    centre = centres[at // tile_v] - lead[0]
+                    centre = centres[at // PART, row] - lead[0]
                     scale = weight * scales[at // tile_v]
                     for j in T.unroll(ROW_EACH):
                         p = T.reinterpret(T.Cast(T.uint32, held[2 * j]) << 16, T.float32)

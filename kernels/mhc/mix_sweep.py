@@ -76,20 +76,20 @@ def check_streams(op: str, streams_TMD: Tensor) -> None:
 
 
 def halves(fn_XJ: Tensor) -> Tensor:
-    """Return a projection [X, J] float32 as three bfloat16 whose sum it is, each in 32 places: [96, J]."""
-    parts = fn_XJ.new_zeros((3, PLACES, fn_XJ.shape[1]), dtype=torch.bfloat16)
+    """Return a projection [X, J] float32 as two bfloat16 whose sum it is to 16 bits, each in 32 places: [2, 32, J]."""
+    parts = fn_XJ.new_zeros((2, PLACES, fn_XJ.shape[1]), dtype=torch.bfloat16)
     rest = fn_XJ.detach()
     for part in parts:
         part[: len(rest)] = rest
         rest = rest - part[: len(rest)].float()
-    return parts.flatten(0, 1)
+    return parts
 
 
 class Site(NamedTuple):
     """The numbers of one site, as the programs take them."""
 
     fn: Tensor
-    """[96, J] bfloat16, from `halves`."""
+    """[2, 32, J] bfloat16, from `halves`."""
     base: Tensor
     """[24] float32, or [4] of the head."""
     scale: Tensor
@@ -147,7 +147,7 @@ def enter_backward_into(
     N, D = dy.shape
     launch = _width(D)
     logit_grads, raw = weights.new_empty((2, N, PLACES))
-    mix_grads = weights.new_empty((N, 4 * PLACES), dtype=torch.bfloat16)
+    mix_grads = weights.new_empty((N, 2 * PLACES), dtype=torch.bfloat16)
     factor = weights.new_empty(N)
     parts = weights.new_empty((-(-N // BACK_TOKENS), 2 * PLACES, x.shape[1]))
     launch.enter_dots(x, dy, grad_weights)
@@ -200,7 +200,7 @@ class Enter(torch.autograd.Function):
         if not len(x):
             return (
                 grad_x.view(ctx.shape),
-                torch.zeros_like(fn[: len(base)], dtype=torch.float32),
+                torch.zeros_like(fn[0, : len(base)], dtype=torch.float32),
                 base * 0,
                 scale * 0,
                 None,

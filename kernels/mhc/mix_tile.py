@@ -21,10 +21,12 @@ GATE_THREADS = 128
 BACK_N, BACK_J, BACK_TOKENS = 64, 128, 1024
 """Tokens and entries of a tile of the streams' gradient, and tokens whose part of the projection's is summed apart."""
 
+BACK_STAGES, BACK_THREADS = 3, 256
+
 
 def project(D: int) -> PrimFunc:
-    """Slices [16, N, 32] whose sum is the projection of the streams: x [N, J] @ w.T, with w [32, J] as the sum of three
-    bfloat16, so its products are exact."""
+    """Slices [16, N, 32] whose sum is the projection of the streams: x [N, J] @ w.T, with w [32, J] as the sum of two
+    bfloat16: its products have 16 bits of it, and the streams' are exact."""
     J = M * D
     steps = -(-J // (SPLITS * TILE_K))
     N = T.dynamic("N")
@@ -32,23 +34,25 @@ def project(D: int) -> PrimFunc:
     @T.prim_func
     def project_kernel(
         x: T.Tensor((N, J), T.bfloat16),
-        w: T.Tensor((3 * PLACES, J), T.bfloat16),
+        w: T.Tensor((2, PLACES, J), T.bfloat16),
         slices: T.Tensor((SPLITS, N, PLACES), T.float32),
     ):
         with T.Kernel(T.ceildiv(N, TILE_N), SPLITS, threads=256) as (row, split):
             a = T.alloc_shared((TILE_N, TILE_K), T.bfloat16)
-            b = T.alloc_shared((3 * PLACES, TILE_K), T.bfloat16)
-            z = T.alloc_fragment((TILE_N, 3 * PLACES), T.float32)
-            thirds = T.alloc_shared((TILE_N, 3 * PLACES), T.float32)
+            high = T.alloc_shared((PLACES, TILE_K), T.bfloat16)
+            low = T.alloc_shared((PLACES, TILE_K), T.bfloat16)
             total = T.alloc_fragment((TILE_N, PLACES), T.float32)
-            T.clear(z)
+            rest = T.alloc_fragment((TILE_N, PLACES), T.float32)
+            T.clear(total)
+            T.clear(rest)
             for k in T.Pipelined(steps, num_stages=STAGES):
                 T.copy(x[row * TILE_N, (split * steps + k) * TILE_K], a)
-                T.copy(w[0, (split * steps + k) * TILE_K], b)
-                T.gemm(a, b, z, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            T.copy(z, thirds)
+                T.copy(w[0, 0, (split * steps + k) * TILE_K], high)
+                T.copy(w[1, 0, (split * steps + k) * TILE_K], low)
+                T.gemm(a, high, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(a, low, rest, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             for i, j in T.Parallel(TILE_N, PLACES):
-                total[i, j] = thirds[i, j] + (thirds[i, PLACES + j] + thirds[i, 2 * PLACES + j])
+                total[i, j] += rest[i, j]
             T.copy(total, slices[split, row * TILE_N, 0])
 
     return project_kernel
@@ -110,6 +114,12 @@ def enter(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
     J, steps = M * D, -(-D // (THREADS * EACH))
     N = T.dynamic("N")
 
+    @T.macro
+    def merge(held, pre, value, s, j):
+        value[0] = pre[0] * T.Cast(T.float32, held[s * M, j])
+        for m in T.unroll(M - 1):
+            value[0] += pre[m + 1] * T.Cast(T.float32, held[s * M + m + 1, j])
+
     @T.prim_func
     def enter_kernel(
         x: T.Tensor((N, J), T.bfloat16),
@@ -123,8 +133,9 @@ def enter(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
         y: T.Tensor((N, D), T.bfloat16),
     ):
         with T.Kernel(N, threads=THREADS) as token:
+            T.annotate_min_blocks_per_sm(3)
             held = T.alloc_local((steps * M, EACH), T.bfloat16)
-            out = T.alloc_local((steps, EACH), T.float32)
+            value = T.alloc_local((1,), T.float32)
             short = T.alloc_local((EACH,), T.bfloat16)
             square = T.alloc_local((1,), T.float32)
             c = T.alloc_local((M * M,), T.float32)
@@ -170,24 +181,22 @@ def enter(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
             if thread == 32:
                 weights[token, 24] = rho
             T.sync_threads()
-            square[0] = 0.0
-            for s in T.unroll(steps):
-                for j in T.unroll(EACH):
-                    out[s, j] = pre[0] * T.Cast(T.float32, held[s * M, j])
-                    for m in T.unroll(M - 1):
-                        out[s, j] += pre[m + 1] * T.Cast(T.float32, held[s * M + m + 1, j])
-                    if normed:
-                        if s * THREADS * EACH + thread * EACH < D:
-                            square[0] += out[s, j] * out[s, j]
             if normed:
+                square[0] = 0.0
+                for s in T.unroll(steps):
+                    for j in T.unroll(EACH):
+                        merge(held, pre, value, s, j)
+                        if s * THREADS * EACH + thread * EACH < D:
+                            square[0] += value[0] * value[0]
                 _sum_of_block(square, again, thread)
                 square[0] = T.ieee_frsqrt(square[0] / D + norm_eps)
             for s in T.unroll(steps):
                 if s * THREADS * EACH + thread * EACH < D:
                     for j in T.unroll(EACH):
+                        merge(held, pre, value, s, j)
                         if normed:
-                            out[s, j] = out[s, j] * square[0] * norm[s * THREADS * EACH + thread * EACH + j]
-                        short[j] = T.Cast(T.bfloat16, out[s, j])
+                            value[0] = value[0] * square[0] * norm[s * THREADS * EACH + thread * EACH + j]
+                        short[j] = T.Cast(T.bfloat16, value[0])
                     for j in T.vectorized(EACH):
                         y[token, s * THREADS * EACH + thread * EACH + j] = short[j]
 
@@ -250,6 +259,7 @@ def leave_backward(D: int) -> PrimFunc:
         grad_weights: T.Tensor((N, PLACES), T.float32),
     ):
         with T.Kernel(N, threads=THREADS) as token:
+            T.annotate_min_blocks_per_sm(2)
             of_g = T.alloc_local((M, EACH), T.bfloat16)
             of_x = T.alloc_local((M, EACH), T.bfloat16)
             of_f = T.alloc_local((EACH,), T.bfloat16)
@@ -264,7 +274,7 @@ def leave_backward(D: int) -> PrimFunc:
                 mixing[i] = weights[token, i]
             for i in T.unroll(20):
                 dots[i] = 0.0
-            for s in T.unroll(steps):
+            for s in T.serial(steps):
                 at = s * THREADS * EACH + thread * EACH
                 if at < D:
                     for m in T.unroll(M):
@@ -357,7 +367,7 @@ def enter_dots(D: int) -> PrimFunc:
 def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
     """From the gradients of pre, post and comb [N, 32]: of the mixing numbers before base and scale, `logit_grads`
     [N, 32], and what times them sums to the gradient of the scales, `raw` [N, 32]; of the projection, as two bfloat16
-    `mix_grads` [N, 128]: high and low halves, twice; and the factor of the streams themselves, `stream_factor` [N].
+    `mix_grads` [N, 64]: high halves and low ones; and the factor of the streams themselves, `stream_factor` [N].
 
     One thread a token: Sinkhorn runs forward, its divisors are kept, and backward.
     """
@@ -387,7 +397,7 @@ def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
         eps: T.float32,
         logit_grads: T.Tensor((N, PLACES), T.float32),
         raw: T.Tensor((N, PLACES), T.float32),
-        mix_grads: T.Tensor((N, 4 * PLACES), T.bfloat16),
+        mix_grads: T.Tensor((N, 2 * PLACES), T.bfloat16),
         stream_factor: T.Tensor((N,), T.float32),
     ):
         with T.Kernel(T.ceildiv(N, GATE_THREADS), threads=GATE_THREADS) as block:
@@ -455,9 +465,8 @@ def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
                     value = logit[i] * rho
                     high = T.Cast(T.bfloat16, value)
                     low = T.Cast(T.bfloat16, value - T.Cast(T.float32, high))
-                    for twice in T.unroll(2):
-                        mix_grads[token, 2 * twice * PLACES + i] = high
-                        mix_grads[token, (2 * twice + 1) * PLACES + i] = low
+                    mix_grads[token, i] = high
+                    mix_grads[token, PLACES + i] = low
                 stream_factor[token] = -(rho * rho * rho) * against[0] / J
 
     return gates_backward_kernel
@@ -467,7 +476,7 @@ def streams_backward(D: int) -> PrimFunc:
     """The gradient of the streams [N, J], which is added to what is there already: pre_j dy, through the projection, and
     through the rms; and of the projection [ceil(N / 1024), 64, J], a part for each 1024 tokens: high and low halves.
 
-    mix_grads are those of `gates_backward`, w [96, J] those of `project`.
+    mix_grads are those of `gates_backward`, w [2, 32, J] those of `project`. A warp loads ahead of those that multiply.
     """
     J = M * D
     N = T.dynamic("N")
@@ -477,53 +486,83 @@ def streams_backward(D: int) -> PrimFunc:
         x: T.Tensor((N, J), T.bfloat16),
         dy: T.Tensor((N, D), T.bfloat16),
         weights: T.Tensor((N, PLACES), T.float32),
-        mix_grads: T.Tensor((N, 4 * PLACES), T.bfloat16),
+        mix_grads: T.Tensor((N, 2 * PLACES), T.bfloat16),
         stream_factor: T.Tensor((N,), T.float32),
-        w: T.Tensor((3 * PLACES, J), T.bfloat16),
+        w: T.Tensor((2, PLACES, J), T.bfloat16),
         grad_x: T.Tensor((N, J), T.bfloat16),
         grad_w: T.Tensor((T.ceildiv(N, BACK_TOKENS), 2 * PLACES, J), T.float32),
     ):
-        with T.Kernel(J // BACK_J, T.ceildiv(N, BACK_TOKENS), threads=128) as (column, chunk):
-            of_x = T.alloc_shared((BACK_N, BACK_J), T.bfloat16)
-            of_y = T.alloc_shared((BACK_N, BACK_J), T.bfloat16)
-            of_g = T.alloc_shared((BACK_N, BACK_J), T.bfloat16)
-            mix = T.alloc_shared((BACK_N, 4 * PLACES), T.bfloat16)
-            once = T.alloc_shared((BACK_N, 2 * PLACES), T.bfloat16)
-            of_w = T.alloc_shared((4 * PLACES, BACK_J), T.bfloat16)
-            z = T.alloc_fragment((BACK_N, BACK_J), T.float32)
-            sums = T.alloc_fragment((2 * PLACES, BACK_J), T.float32)
-            pre = T.alloc_fragment((BACK_N,), T.float32)
-            factor = T.alloc_fragment((BACK_N,), T.float32)
-            stream = column * BACK_J // D
-            for part in T.unroll(4):
-                T.copy(
-                    w[part // 2 * PLACES : (part // 2 + 1) * PLACES, column * BACK_J : (column + 1) * BACK_J],
-                    of_w[part * PLACES : (part + 1) * PLACES, :],
-                )
-            T.clear(sums)
-            for step in T.serial(BACK_TOKENS // BACK_N):
-                row = chunk * BACK_TOKENS + step * BACK_N
-                if row < N:
-                    T.copy(mix_grads[row, 0], mix)
-                    T.copy(mix_grads[row, 0], once)
-                    T.copy(x[row, column * BACK_J], of_x)
-                    T.copy(dy[row, column * BACK_J % D], of_y)
-                    T.copy(grad_x[row, column * BACK_J], of_g)
+        with T.Kernel(J // BACK_J, T.ceildiv(N, BACK_TOKENS), threads=BACK_THREADS + 128) as (column, chunk):
+            of_x = T.alloc_shared((BACK_STAGES, BACK_N, BACK_J), T.bfloat16)
+            of_y = T.alloc_shared((BACK_STAGES, BACK_N, BACK_J), T.bfloat16)
+            of_g = T.alloc_shared((BACK_STAGES, BACK_N, BACK_J), T.bfloat16)
+            mix = T.alloc_shared((BACK_STAGES, BACK_N, 2 * PLACES), T.bfloat16)
+            high = T.alloc_shared((2 * PLACES, BACK_J), T.bfloat16)
+            low = T.alloc_shared((2 * PLACES, BACK_J), T.bfloat16)
+            out = T.alloc_shared((BACK_N, BACK_J), T.bfloat16)
+            full = T.alloc_barrier([1] * BACK_STAGES)
+            empty = T.alloc_barrier([BACK_THREADS // 32] * BACK_STAGES)
+            thread = T.get_thread_binding()
+            at = column * BACK_J
+            steps = T.min(T.ceildiv(N - chunk * BACK_TOKENS, BACK_N), BACK_TOKENS // BACK_N)
+            if thread >= BACK_THREADS:
+                T.dec_max_nreg(24)
+                if thread < BACK_THREADS + 32:
+                    for step in T.serial(steps):
+                        s = step % BACK_STAGES
+                        row = chunk * BACK_TOKENS + step * BACK_N
+                        T.mbarrier_wait_parity(empty[s], ((step // BACK_STAGES) & 1) ^ 1)
+                        rows, columns = slice(row, row + BACK_N), slice(at, at + BACK_J)
+                        T.tma_copy(mix_grads[rows, :], mix[s, :, :], barrier=full[s], leader_scope_threads=32)
+                        T.tma_copy(x[rows, columns], of_x[s, :, :], barrier=full[s], leader_scope_threads=32)
+                        T.tma_copy(
+                            dy[rows, at % D : at % D + BACK_J], of_y[s, :, :], barrier=full[s], leader_scope_threads=32
+                        )
+                        T.tma_copy(grad_x[rows, columns], of_g[s, :, :], barrier=full[s], leader_scope_threads=32)
+                        if thread == BACK_THREADS:
+                            T.mbarrier_arrive(full[s])
+            else:
+                T.inc_max_nreg(232)
+                z = T.alloc_fragment((BACK_N, BACK_J), T.float32)
+                sums = T.alloc_fragment((2 * PLACES, BACK_J), T.float32)
+                pre = T.alloc_fragment((BACK_N,), T.float32)
+                factor = T.alloc_fragment((BACK_N,), T.float32)
+                for i, j in T.Parallel(2 * PLACES, BACK_J):
+                    high[i, j] = w[0, i % PLACES, at + j]
+                    low[i, j] = w[1, i % PLACES, at + j]
+                T.fence_proxy_async()
+                T.sync_threads(1, BACK_THREADS)
+                T.clear(sums)
+                for step in T.serial(steps):
+                    s = step % BACK_STAGES
+                    row = chunk * BACK_TOKENS + step * BACK_N
                     for i in T.Parallel(BACK_N):
-                        pre[i] = T.if_then_else(row + i < N, weights[row + i, stream], 0.0)
+                        pre[i] = T.if_then_else(row + i < N, weights[row + i, at // D], 0.0)
                         factor[i] = T.if_then_else(row + i < N, stream_factor[row + i], 0.0)
                     T.clear(z)
-                    T.gemm(mix, of_w, z, policy=T.GemmWarpPolicy.FullRow)
-                    T.gemm(once, of_x, sums, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
+                    T.mbarrier_wait_parity(full[s], (step // BACK_STAGES) & 1)
+                    T.wgmma_gemm(mix[s, :, :], high, z, policy=T.GemmWarpPolicy.FullCol)
+                    T.wgmma_gemm(mix[s, :, :], low, z, policy=T.GemmWarpPolicy.FullCol)
+                    T.wgmma_gemm(
+                        mix[s, :, :], of_x[s, :, :], sums, transpose_A=True, policy=T.GemmWarpPolicy.FullCol
+                    )
+                    T.wait_wgmma(0)
                     for i, j in T.Parallel(BACK_N, BACK_J):
                         z[i, j] += (
-                            pre[i] * T.Cast(T.float32, of_y[i, j])
-                            + factor[i] * T.Cast(T.float32, of_x[i, j])
-                            + T.Cast(T.float32, of_g[i, j])
+                            pre[i] * T.Cast(T.float32, of_y[s, i, j])
+                            + factor[i] * T.Cast(T.float32, of_x[s, i, j])
+                            + T.Cast(T.float32, of_g[s, i, j])
                         )
+                    if thread % 32 == 0:
+                        T.mbarrier_arrive(empty[s])
+                    T.tma_store_wait(0)
+                    T.sync_threads(1, BACK_THREADS)
                     for i, j in T.Parallel(BACK_N, BACK_J):
-                        of_g[i, j] = T.Cast(T.bfloat16, z[i, j])
-                    T.copy(of_g, grad_x[row, column * BACK_J])
-            T.copy(sums, grad_w[chunk, 0, column * BACK_J])
+                        out[i, j] = T.Cast(T.bfloat16, z[i, j])
+                    T.fence_proxy_async()
+                    T.sync_threads(1, BACK_THREADS)
+                    T.tma_copy(out, grad_x[row, at])
+                T.copy(sums, grad_w[chunk, 0, at])
+                T.tma_store_wait(0, read=False)
 
     return streams_backward_kernel

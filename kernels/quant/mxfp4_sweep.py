@@ -27,9 +27,9 @@ class Quantised(NamedTuple):
     raised: Tensor
     """[E, R/128, K/128] int32: groups of the block whose scale was raised; -1: a weight is not finite."""
     payload: Tensor
-    """[E, R, K] float8_e4m3fn, or [1, 1, 1]."""
+    """[E, R, K] float8_e4m3fn, or [1, 1, 4]."""
     turned: Tensor
-    """[E, K, R] float8_e4m3fn, or [1, 1, 1]."""
+    """[E, K, R] float8_e4m3fn, or [1, 1, 4]."""
     block_scale: Tensor
     """[E, R/128, K/128] uint8, or [1, 1, 1]."""
 
@@ -55,14 +55,14 @@ def _launcher(R: int, K: int, bf16: bool, fp8: bool, turned: bool) -> Callable[.
 def outputs(E: int, R: int, K: int, device: torch.device, *, fp8: bool, turned: bool) -> Quantised:
     """Allocate what `quantise_into` writes."""
     make = functools.partial(torch.empty, device=device)
-    none = (1, 1, 1)
+    none = (1, 1, 4)
     return Quantised(
         packed=make((E, R, K // 2), dtype=torch.uint8),
         scale=make((E, R, K // GROUP), dtype=torch.uint8),
         raised=make((E, R // BLOCK, K // BLOCK), dtype=torch.int32),
         payload=make((E, R, K) if fp8 else none, dtype=torch.float8_e4m3fn),
         turned=make((E, K, R) if turned else none, dtype=torch.float8_e4m3fn),
-        block_scale=make((E, R // BLOCK, K // BLOCK) if fp8 else none, dtype=torch.uint8),
+        block_scale=make((E, R // BLOCK, K // BLOCK) if fp8 else (1, 1, 1), dtype=torch.uint8),
     )
 
 
@@ -78,4 +78,5 @@ def quantise_into(w_ERK: Tensor, out: Quantised, *, fp8: bool, turned: bool) -> 
     Invariants: bytes as of `mxfp4_quantise_ref` and `mxfp4_to_fp8_ref`; may be captured in a CUDA graph.
     """
     launch = _launcher(*w_ERK.shape[1:], w_ERK.dtype == torch.bfloat16, fp8, turned)
-    launch(w_ERK, *out)
+    packed, payload, back = (one.view(torch.uint32) for one in (out.packed, out.payload, out.turned))
+    launch(w_ERK, packed, out.scale, out.raised, payload, back, out.block_scale)
