@@ -62,7 +62,7 @@ def _product(D: int, tile_v: int):
     return load, multiply
 
 
-def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
+def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> PrimFunc:
     """Of the logits z = scale * hidden @ head.T [N, V], for each row and tile: top, mass and moment, which are its
     largest logit, sum exp(z - top) and sum exp(z - top) * (z - top).
 
@@ -70,6 +70,7 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
         token: write each row's logit of its own token.
         keep: what else of the logits is written: nothing (0), exp(z - top) as bfloat16 (`WEIGHTS`), the logits
             (`LOGITS`).
+        pitch: numbers from one row of what is written to the next.
     """
     S = -(-V // tile_v)
     N = T.dynamic("N")
@@ -94,7 +95,7 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
         head: T.Tensor((V, D), T.bfloat16),
         scale: T.float32,
         token_ids: T.Tensor((N if token else 1,), T.int32),
-        kept: T.Tensor((N if keep else 1, V if keep else 1), kept_dtype),
+        kept: T.StridedTensor((N if keep else 1, V if keep else 1), (pitch, 1), kept_dtype),
         stats: T.Tensor((3, S, N), T.float32),
         token_logit: T.Tensor((N if token else 1,), T.float32),
     ):
@@ -167,8 +168,8 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int) -> PrimFunc:
 
 def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
     """Of the logits z = hidden @ head.T and those u of a teacher [N, V], for each row and tile: top, mass and moment,
-    which are the largest z, sum exp(z - top) and sum exp(z - top) * (z - u); and for each 64 columns their centre, which
-    is their moment over their mass.
+    which are the largest z, sum exp(z - top) and sum exp(z - top) * (z - u); and for each 64 columns their centre,
+    which is their moment over their mass.
 
     In place of u, for each element, two bfloat16 in one word: exp(z - top), the low half, and exp(z - top) times
     z - u - centre, the high half: what the gradient is made of, rounded where it is small. A part of z - u common to
@@ -432,11 +433,11 @@ def logprob_rows(V: int, tile_v: int) -> PrimFunc:
     return logprob_rows_kernel
 
 
-def logprob_grad_rows(V: int, tile_v: int) -> PrimFunc:
+def logprob_grad_rows(V: int, tile_v: int, pitch: int) -> PrimFunc:
     """In place of a row's weights [N, V]: the gradient of the logits before their scale, from those of its
     log-probability (a) and entropy (b): scale * (a (onehot - p) - b p (log p + entropy)).
 
-    Rows where a and b are 0 are zeros, whatever they hold.
+    Rows where a and b are 0 are zeros, whatever they hold. From one row to the next there are `pitch` numbers.
     """
     S = -(-V // tile_v)
     P = _padded(S)
@@ -444,7 +445,7 @@ def logprob_grad_rows(V: int, tile_v: int) -> PrimFunc:
 
     @T.prim_func
     def logprob_grad_rows_kernel(
-        kept: T.Tensor((N, V), T.bfloat16),
+        kept: T.StridedTensor((N, V), (pitch, 1), T.bfloat16),
         stats: T.Tensor((3, S, N), T.float32),
         token_ids: T.Tensor((N,), T.int32),
         logprob_grads: T.Tensor((N,), T.float32),

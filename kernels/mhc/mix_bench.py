@@ -92,6 +92,7 @@ def _graphed(run: Callable[[], Any]) -> Callable[[], Any]:
             run()
 
     def replay() -> Any:
+        assert run  # its memory is the graph's
         graph.replay()
         return outputs
 

@@ -1,6 +1,6 @@
 """Hyper-connections on a GPU: which programs a site's way in and out and their gradients are, and in which memory.
 
-Here: launches, memory, autograd. Not here: the programs (`mix_tile`), the public ops (`mix`). Streams are bfloat16; the
+Here: launches, memory, autograd. Not here: the programs (`mix_tile`, `mix_grad_tile`), the public ops (`mix`). Streams are bfloat16; the
 mixing numbers, their weights and their gradients float32. Nothing here waits for the device.
 """
 
@@ -23,21 +23,23 @@ PRE, POST, COMB = slice(0, 4), slice(4, 8), slice(8, 24)
 HEAD_ITERS = 1
 """Of the head, whose programs have no Sinkhorn."""
 
-BACK_TOKENS = 1024
+BACK_TOKENS = 2048
 """Tokens whose part of the projection's gradient is summed apart."""
 
-_MODULE = "mhc.mix_tile"
+_FORWARD, _BACKWARD = "mhc.mix_tile", "mhc.mix_grad_tile"
 
 
 def _of_width(D: int) -> list[Program]:
-    names = ("project", "leave", "leave_backward", "enter_dots", "streams_backward")
-    return [program(_MODULE, name, D=D) for name in names]
+    return [
+        *(program(_FORWARD, name, D=D) for name in ("project", "leave")),
+        *(program(_BACKWARD, name, D=D) for name in ("leave_backward", "enter_dots", "streams_backward")),
+    ]
 
 
 def _of_site(D: int, iters: int, *, head: bool) -> list[Program]:
     site = {"D": D, "iters": iters, "head": head}
-    enters = [program(_MODULE, "enter", **site, normed=normed) for normed in (False, True)]
-    return [*enters, program(_MODULE, "gates_backward", **site)]
+    enters = [program(_FORWARD, "enter", **site, normed=normed) for normed in (False, True)]
+    return [*enters, program(_BACKWARD, "gates_backward", **site)]
 
 
 def programs(D: int, iters: int) -> list[Program]:
@@ -142,7 +144,7 @@ def enter_backward_into(
         grad_weights: [N, 32] float32: the gradients of post and comb at their places, those of pre are written.
         grad_x: [N, J] bfloat16, added to.
 
-    Invariants: sums over tokens go by 1024 and repeat bit for bit.
+    Invariants: sums over tokens go by 2048 and repeat bit for bit.
     """
     N, D = dy.shape
     launch = _width(D)
@@ -182,6 +184,7 @@ class Enter(torch.autograd.Function):
     def forward(
         ctx: Any, streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale: Tensor, settings: tuple[int, float, float]
     ) -> tuple[Tensor, Tensor]:
+        """Return the input [N, D] and the weights [N, 32]."""
         x = streams_TMD.flatten(1)
         site = Site(halves(fn_XJ), base_X, scale, *settings)
         sums, weights = slices(x), x.new_zeros((len(x), PLACES), dtype=torch.float32)
@@ -194,6 +197,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of streams, fn, base and scale."""
         x, fn, base, scale, sums, weights = ctx.saved_tensors
         site = Site(fn, base, scale, *ctx.settings)
         grad_x = torch.zeros_like(x)
@@ -214,6 +218,7 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, f_TD: Tensor, streams_TMD: Tensor, post_TM: Tensor, comb_TMM: Tensor) -> Tensor:
+        """Return the streams after the sublayer."""
         weights = f_TD.new_zeros((len(f_TD), PLACES), dtype=torch.float32)
         weights[:, POST], weights[:, COMB] = post_TM, comb_TMM.flatten(1)
         x = streams_TMD.flatten(1)
@@ -225,6 +230,7 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of f, streams, post and comb."""
         f_TD, x, weights = ctx.saved_tensors
         grad_f, grad_x, grad_weights = torch.empty_like(f_TD), torch.empty_like(x), torch.zeros_like(weights)
         if len(x):

@@ -21,7 +21,7 @@ LARGEST = 0x7F400000
 """Bits of 6 x 2^125, the largest magnitude whose scale gives a finite float back."""
 
 LEAST = 0.75 * 2.0**17
-"""What rounds to a sixteenth of a half when it is added and subtracted: the scaled weights are 2^-6 of E2M1's values."""
+"""What rounds to 2^-7 when it is added and subtracted, half of the 2^-6 that E2M1's 1 is here."""
 
 FOUR_OF_E4M3 = """
 __device__ __forceinline__ unsigned int four_of_e4m3(float a, float b, float c, float d) {

@@ -1,6 +1,6 @@
 """`mix` on a GPU: its tile form against float64 and the reference, and against itself.
 
-Sizes cross the tiles (128 and 64 tokens), the 1024 tokens of a part of the projection's gradient, and the 2048 columns
+Sizes cross the tiles (128 and 64 tokens), the 2048 tokens of a part of the projection's gradient, and the 2048 columns
 that a block takes at once. Not proven here: speed.
 """
 
