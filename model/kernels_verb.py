@@ -6,13 +6,16 @@ Here: which programs, from a model's sizes. Not here: compiling and where they l
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from rollforward.conf import console
 from rollforward.conf.errors import UsageError
 from rollforward.kernels import dispatch
 from rollforward.kernels.loss import vocab_sweep
-from rollforward.model.presets import PRESETS
+from rollforward.kernels.mhc import mix_sweep
+from rollforward.kernels.quant import mxfp4_sweep
+from rollforward.model.config import preset
+from rollforward.model.presets import PRESETS, PresetName
 
 _SIZES: dict[str, dict[str, Any]] = {**PRESETS}
 _RULE = "it takes: warm model=NAME [teacher=NAME] [jobs=N], NAME being one of"
@@ -21,7 +24,13 @@ _RULE = "it takes: warm model=NAME [teacher=NAME] [jobs=N], NAME being one of"
 def programs(model: str, teacher: str) -> list[dispatch.Program]:
     """Return every program that a preset runs, with a teacher that is another."""
     sizes = _SIZES[model]
-    return vocab_sweep.programs(sizes["vocab_size"], sizes["hidden_size"], _SIZES[teacher]["hidden_size"])
+    width, inner = sizes["hidden_size"], sizes["moe_intermediate_size"]
+    wanted = vocab_sweep.programs(sizes["vocab_size"], width, _SIZES[teacher]["hidden_size"])
+    if mix_sweep.takes(width):
+        wanted += mix_sweep.programs(width, preset(cast("PresetName", model)).hc_sinkhorn_iters)
+    if mxfp4_sweep.takes(inner, width):
+        wanted += [*mxfp4_sweep.programs(inner, width), *mxfp4_sweep.programs(width, inner)]
+    return wanted
 
 
 def main(words: Sequence[str]) -> int:

@@ -99,6 +99,7 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> P
         stats: T.Tensor((3, S, N), T.float32),
         token_logit: T.Tensor((N if token else 1,), T.float32),
     ):
+        # Long because a program is one function.
         with T.Kernel(CTAS, threads=CONSUMERS + 128) as cta:
             x = T.alloc_shared((STAGES, TILE_N, TILE_K), T.bfloat16)
             w = T.alloc_shared((STAGES, tile_v, TILE_K), T.bfloat16)
@@ -224,6 +225,7 @@ def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
         stats: T.Tensor((3, S, N), T.float32),
         centres: T.Tensor((S * parts, N), T.float32),
     ):
+        # Long because a program is one function.
         with T.Kernel(CTAS, threads=CONSUMERS + 128) as cta:
             x = T.alloc_shared((STAGES, TILE_N, TILE_K), T.bfloat16)
             w = T.alloc_shared((STAGES, tile_v, TILE_K), T.bfloat16)

@@ -99,6 +99,11 @@ def _graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
+def _nothing(_: slice) -> Outputs:
+    """What a case leaves to another: rows alone are looked at in `leave_backward` and the tests."""
+    return {}
+
+
 def _peers(problem: _Problem, kind: str, tokens: int) -> dict[str, Callable[[], object]]:
     if kind not in ("leave", "leave_backward") or importlib.util.find_spec("tile_kernels") is None:
         return {}
@@ -121,8 +126,7 @@ def _case(kind: str, tokens: int, row_bytes: int) -> Callable[[], Case]:
         if kind == "backward":
             problem.enter(whole)  # what the backward pass reads
         run = _graphed(lambda: one(whole))
-        rows = getattr(problem, "leave" if kind == "backward" else kind)
-        alone = {"backward": lambda _: {}}.get(kind, rows)
+        alone = one if kind != "backward" else _nothing
         peers = _peers(problem, kind, tokens)
         return Case(f"mix {kind}, T={tokens} M={M} D={D}", 0, row_bytes * tokens, run, alone, peers, programs, TIMES)
 

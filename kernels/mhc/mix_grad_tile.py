@@ -210,6 +210,7 @@ def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
         mix_grads: T.Tensor((N, 2 * PLACES), T.bfloat16),
         stream_factor: T.Tensor((N,), T.float32),
     ):
+        # Long because a program is one function.
         with T.Kernel(T.ceildiv(N, GATE_THREADS), threads=GATE_THREADS) as block:
             mixed = T.alloc_local((PLACES,), T.float32)
             logit = T.alloc_local((PLACES,), T.float32)
@@ -284,7 +285,7 @@ def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
 
 def streams_backward(D: int) -> PrimFunc:
     """The gradient of the streams [N, J], which is added to what is there already: pre_j dy, through the projection,
-    and through the rms; and of the projection [ceil(N / 2048), 64, J], a part for each 2048 tokens: high and low halves.
+    and through the rms; and of the projection [ceil(N / 2048), 64, J], one for each 2048 tokens: high and low halves.
 
     mix_grads are those of `gates_backward`, w [2, 32, J] those of `project`. A warp loads ahead of those that multiply.
     """
@@ -302,6 +303,7 @@ def streams_backward(D: int) -> PrimFunc:
         grad_x: T.Tensor((N, J), T.bfloat16),
         grad_w: T.Tensor((T.ceildiv(N, BACK_TOKENS), 2 * PLACES, J), T.float32),
     ):
+        # Long because a program is one function.
         with T.Kernel(J // BACK_J, T.ceildiv(N, BACK_TOKENS), threads=BACK_THREADS + 128) as (column, chunk):
             of_x = T.alloc_shared((BACK_STAGES, BACK_N, BACK_J), T.bfloat16)
             of_y = T.alloc_shared((BACK_STAGES, BACK_N, BACK_J), T.bfloat16)

@@ -1,7 +1,7 @@
 """Hyper-connections on a GPU: which programs a site's way in and out and their gradients are, and in which memory.
 
-Here: launches, memory, autograd. Not here: the programs (`mix_tile`, `mix_grad_tile`), the public ops (`mix`). Streams are bfloat16; the
-mixing numbers, their weights and their gradients float32. Nothing here waits for the device.
+Here: launches, memory, autograd. Not here: the programs (`mix_tile`, `mix_grad_tile`), the public ops (`mix`). Streams
+are bfloat16; the mixing numbers, their weights and their gradients float32. Nothing here waits for the device.
 """
 
 import functools
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollforward.kernels.checks import check_dtype, check_multiple
+from rollforward.kernels.checks import check_dtype
 from rollforward.kernels.dispatch import Program, bind, program
+from rollforward.kernels.errors import ShapeError
 
 STREAMS, PLACES, SPLITS = 4, 32, 16
 """As in `mix_tile`: a token's streams, the places of its mixing numbers, and the slices of a projection."""
@@ -71,10 +72,20 @@ def _site(D: int, iters: int, head: bool) -> _Site:
     return _Site(*map(bind, _of_site(D, iters, head=head)))
 
 
+def takes(D: int) -> bool:
+    """Whether there are programs for streams of this width: a projection has 16 slices of two steps of 64 or more."""
+    return D % 256 == 0 and D >= 512
+
+
 def check_streams(op: str, streams_TMD: Tensor) -> None:
-    """Raise unless the programs take these streams: four of them, bfloat16, of a width that divides into tiles."""
+    """Raise unless the programs take these streams: bfloat16, of a width that divides into tiles."""
     check_dtype(op, "streams_TMD", streams_TMD, torch.bfloat16)
-    check_multiple(op, "D, the width of streams_TMD,", streams_TMD.shape[2], 256)
+    width = streams_TMD.shape[2]
+    if not takes(width):
+        raise ShapeError(
+            f"{op}: D, the width of streams_TMD, is {width}; in the tile form it must be a multiple of 256, at least"
+            " 512. Use the reference."
+        )
 
 
 def halves(fn_XJ: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ def enter(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
         weights: T.Tensor((N, PLACES), T.float32),
         y: T.Tensor((N, D), T.bfloat16),
     ):
+        # Long because a program is one function.
         with T.Kernel(N, threads=THREADS) as token:
             T.annotate_min_blocks_per_sm(3)
             held = T.alloc_local((steps * M, EACH), T.bfloat16)

@@ -34,6 +34,11 @@ class Quantised(NamedTuple):
     """[E, R/128, K/128] uint8, or [1, 1, 1]."""
 
 
+def takes(R: int, K: int) -> bool:
+    """Whether there are programs for weights of this shape: whole blocks."""
+    return R % BLOCK == 0 and K % BLOCK == 0
+
+
 def programs(R: int, K: int) -> list[Program]:
     """Return what weights of this shape run: from either dtype, to FP4 alone, with FP8, and with FP8 turned."""
     return [

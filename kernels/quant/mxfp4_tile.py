@@ -80,6 +80,7 @@ def quantise(R: int, K: int, bf16: bool, fp8: bool, turned: bool) -> PrimFunc:
         payload_turned: T.Tensor((E, K, R // 4) if turned else one, T.uint32),
         block_scale: T.Tensor((E, R // BLOCK, K // BLOCK) if fp8 else one, T.uint8),
     ):
+        # Long because a program is one function.
         with T.Kernel(K // BLOCK, R // BLOCK, E, threads=32 * WARPS, prelude=FOUR_OF_E4M3) as (column, row, matrix):
             T.annotate_min_blocks_per_sm(2)
             v = T.alloc_local((TIMES, EACH), dtype)

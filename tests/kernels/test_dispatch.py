@@ -13,6 +13,8 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.dispatch import program
 from rollforward.kernels.errors import BackendError, ProgramMissingError
 from rollforward.kernels.loss import vocab_sweep
+from rollforward.kernels.mhc import mix_sweep
+from rollforward.kernels.quant import mxfp4_sweep
 from tests.helpers.source import ROOT, imports, modules
 
 ONE = program("loss.vocab_tile", "hidden_grad", V=512, D=256, tile_d=256, pitch=512)
@@ -105,8 +107,20 @@ def test_a_program_is_compiled_once_and_found_again():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+PRODUCTS = {"logits", "student_logits", "hidden_grad", "project", "streams_backward"}
+"""Functions whose programs multiply matrices."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", vocab_sweep.programs(129280, 1024, 4096), ids=str)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        *vocab_sweep.programs(129280, 1024, 4096),
+        *mix_sweep.programs(1024, 20),
+        *(one for one in mxfp4_sweep.programs(512, 1024) if ("bf16", False) in one.constants),
+    ],
+    ids=str,
+)
 def test_machine_code(wanted):
     """Programs of the mini model spill nothing, and their products are those of sm_90a."""
     from rollforward.kernels.build_tile import report
@@ -114,4 +128,4 @@ def test_machine_code(wanted):
     registers, spilled, products = report(wanted, dispatch.TARGET)
     assert spilled == 0
     assert registers <= 168
-    assert (products > 0) == (wanted.function in ("logits", "student_logits", "hidden_grad"))
+    assert (products > 0) == (wanted.function in PRODUCTS)

@@ -9,9 +9,15 @@ from rollforward.model.presets import PRESETS
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_model_has_programs_of_its_sizes(model):
-    for one in programs(model, "flash"):
-        assert dict(one.constants)["V"] == PRESETS[model]["vocab_size"]
-        assert dict(one.constants).get("D", 4096) in (PRESETS[model]["hidden_size"], 4096)
+    width, inner = PRESETS[model]["hidden_size"], PRESETS[model]["moe_intermediate_size"]
+    wanted = programs(model, "flash")
+    for one in wanted:
+        constants = dict(one.constants)
+        assert constants.get("V", PRESETS[model]["vocab_size"]) == PRESETS[model]["vocab_size"]
+        assert constants.get("D", 4096) in (width, 4096)
+        assert {constants.get("R", inner), constants.get("K", width)} == {inner, width}
+    kinds = {one.module for one in wanted}
+    assert ("mhc.mix_tile" in kinds) == ("quant.mxfp4_tile" in kinds) == (model != "tiny")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollforward.kernels.errors import ShapeError
-from rollforward.kernels.mhc.mix import mhc_head, mhc_mix, mhc_post, mhc_pre
+from rollforward.kernels.mhc.mix import mhc_enter, mhc_head, mhc_mix, mhc_post, mhc_pre
 from tests.helpers.bits import different_bits, torch_threads
 
 
@@ -52,6 +52,16 @@ def test_mix_equals_the_written_out_form():
     ours = mhc_mix(streams, fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-6)
     for got, expected in zip(ours, plain_mix(streams, fn, base, scale, 20, 1e-6, 1e-6), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_way_in_is_the_mix_and_its_sum():
+    streams = normal(5, 4, 6, dtype=torch.float64)
+    parameters_ = parameters(4, 6, torch.float64)
+    settings = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
+    entered, post, comb = mhc_enter(streams, *parameters_, **settings)
+    pre, *others = mhc_mix(streams, *parameters_, **settings)
+    assert different_bits(entered, mhc_pre(streams, pre)) == 0
+    assert [different_bits(post, others[0]), different_bits(comb, others[1])] == [0, 0]
 
 
 def test_mix_uses_one_statistic_over_all_streams():

@@ -147,5 +147,5 @@ def test_what_the_tile_form_does_not_take_is_named():
     numbers = given["fn"], given["base"], given["scale"]
     with pytest.raises(DtypeError, match="streams_TMD is float32"):
         mhc_enter(given["streams"].float(), *numbers, **SETTINGS)
-    with pytest.raises(ShapeError, match="must be a multiple of 256"):
+    with pytest.raises(ShapeError, match="must be a multiple of 256, at least 512"):
         mhc_enter(given["streams"][..., :100], given["fn"][:, :400], *numbers[1:], **SETTINGS)

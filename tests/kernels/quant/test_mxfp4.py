@@ -22,6 +22,7 @@ from rollforward.kernels.quant.mxfp4 import (
     mxfp4_clamped_groups,
     mxfp4_dequantise,
     mxfp4_quantise,
+    mxfp4_quantise_fp8,
     mxfp4_to_fp8,
 )
 
@@ -277,3 +278,21 @@ def test_input_is_not_modified_and_strides_do_not_matter() -> None:
     before = w.clone()
     assert torch.equal(fake_quant_mxfp4(w.t()), fake_quant_mxfp4(w.t().contiguous()))
     assert torch.equal(w, before)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (3, 200, 96), (2, 2, 256, 384)])
+def test_both_formats_hold_the_same_values(shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * torch.exp2(
+        torch.arange(shape[-2]) % 9
+    ).unsqueeze(1)
+    both = mxfp4_quantise_fp8(w, turned=True)
+    packed, scale = mxfp4_quantise(w)
+    assert torch.equal(both.packed, packed)
+    assert torch.equal(both.scale, scale)
+    values = mxfp4_dequantise(packed, scale)
+    assert torch.equal(fp8_block_dequantise(both.payload, both.block_scale), values)
+    assert both.clamped_groups == mxfp4_clamped_groups(w)
+    assert both.payload_turned is not None
+    assert both.payload_turned.is_contiguous()
+    assert torch.equal(both.payload_turned.float(), both.payload.float().mT)
+    assert mxfp4_quantise_fp8(w).payload_turned is None
