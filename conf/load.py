@@ -294,7 +294,21 @@ def decode(schema: type[_Schema], data: Mapping[str, Any]) -> _Schema:
     try:
         return msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
-        raise ConfigError(_validation_text(schema, data, str(error))) from error
+        raise ConfigError(_validation_text(schema, data, _named_entry(schema, data, str(error)))) from error
+
+
+def _named_entry(schema: type[msgspec.Struct], data: Mapping[str, Any], message: str) -> str:
+    """The message with the key of the entry at fault, where it is inside a mapping at the top: msgspec says `[...]`."""
+    if (found := re.search(r"`\$\.(\w+)\[\.\.\.\]", message)) is None or not isinstance(data.get(found[1]), Mapping):
+        return message
+    name, entries = found[1], cast("Mapping[str, Any]", data[found[1]])
+    for key, value in entries.items():
+        try:
+            msgspec.convert({**data, name: {key: value}}, schema)
+        except msgspec.ValidationError as error:
+            if str(error) == message:
+                return message.replace(f"{name}[...]", f"{name}.{key}")
+    return message
 
 
 def _no_number(data: object, path: str = "") -> tuple[str, object] | None:

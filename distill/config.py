@@ -4,6 +4,7 @@ What it shares with `train` is `LoopRun` (`rl/config.py`). No torch and no ray: 
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -13,8 +14,8 @@ from rollforward.distill.errors import ScheduleError
 from rollforward.rl.algorithms import Normalisation
 from rollforward.rl.config import LoopRun, PositiveInt
 
-TeacherName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
-"""Names metrics and files."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+"""A teacher's: it names metrics and files."""
 
 Routing = Literal["task", "weights", "all"]
 """Who teaches a trajectory: every teacher that names its task; one teacher drawn for each prompt, as often as its
@@ -29,7 +30,7 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `teacher_store`."""
     tasks: tuple[str, ...] = ()
     """(routing `task`) Tasks that it teaches, at least one."""
-    weight: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
+    weight: Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)] = 1.0
     """Multiplies its divergence (routing `task` and `all`), or says how often it is drawn (`weights`)."""
 
 
@@ -77,7 +78,7 @@ class TeacherCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     directory: str = "~/.cache/rollforward/teachers"
     """Where teachers with a URL, and what was read of any, are kept on every node, for this run and later ones."""
-    max_hidden_gib: Annotated[float, msgspec.Meta(gt=0.0)] = 64.0
+    max_hidden_gib: Annotated[float, msgspec.Meta(gt=0.0, le=1e6)] = 64.0
     """Disk that the hidden vectors of one step may take in run_dir/teacher_hidden. A step whose longest completions
     would not fit is refused before the run begins."""
 
@@ -117,6 +118,19 @@ def check_routing(teachers: Mapping[str, TeacherConfig], routing: Routing, tasks
         )
 
 
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if _NAME.fullmatch(name) is None:
+            raise ScheduleError(
+                f"a teacher is named {name!r}; a name is at most 64 letters, digits, and _ . - behind the first, for it"
+                " names metrics and files. Rename it in teachers"
+            )
+        if len(alike := [other for other in names if other.lower() == name.lower()]) > 1:
+            raise ScheduleError(
+                f"teachers are named {', '.join(alike)}; on some disks that is one file. Rename one of them"
+            )
+
+
 def _check_tasks(name: str, teacher: TeacherConfig, tasks: Sequence[str]) -> None:
     if not teacher.tasks:
         raise ScheduleError(
@@ -139,7 +153,7 @@ def _check_tasks(name: str, teacher: TeacherConfig, tasks: Sequence[str]) -> Non
 class DistillRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Root of `distill`: several teachers become one student, on the student's own trajectories."""
 
-    teachers: dict[TeacherName, TeacherConfig]
+    teachers: dict[str, TeacherConfig]
     """The teachers by name; at least one."""
     teacher_store: str | None = None
     """Directory or fsspec URL below which teachers lie by name."""
@@ -162,6 +176,7 @@ class DistillRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True)
         super().__post_init__()
         if not self.teachers:
             raise ValueError("teachers is empty; there is nobody to learn from. Name one: teachers={NAME: {...}}")
+        _check_names(list(self.teachers))
         for name, teacher in self.teachers.items():
             if teacher.model_dir is None and self.teacher_store is None:
                 raise ValueError(

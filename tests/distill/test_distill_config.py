@@ -17,6 +17,7 @@ import ray
 from rollforward.conf.cli import main as command_line
 from rollforward.conf.errors import ConfigError
 from rollforward.conf.jobs import plan_jobs
+from rollforward.conf.load import decode
 from rollforward.distill.config import DistillRun, ForwardKL, JensenShannon, ReverseKL, SampledToken
 from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError
 from rollforward.distill.train import main, teacher_urls
@@ -86,12 +87,16 @@ ROUTES = r"replayed routes are not what the router chooses now. Set keep_routing
             {"teachers.maths.model_dir": None},
             r"teachers\.maths has no model_dir and teacher_store is not set; .* Set one of them",
         ),
-        ({"teachers": {"a b": {"model_dir": "x"}}}, "matching regex"),
-        ({"teachers": {"../a": {"model_dir": "x"}}}, "matching regex"),
-        ({"teachers": {".a": {"model_dir": "x"}}}, "matching regex"),
-        ({"teachers": {"a" * 65: {"model_dir": "x"}}}, "length <= 64"),
-        ({"teachers.maths.weight": 0}, r"> 0\.0.*teachers.*\.weight"),
-        ({"teachers.maths.weight": -1}, r"> 0\.0"),
+        ({"teachers": {"a b": {"model_dir": "x"}}}, "a teacher is named 'a b'; a name is at most 64 letters"),
+        ({"teachers": {"../a": {"model_dir": "x"}}}, "a teacher is named '../a'; a name is at most 64 letters"),
+        ({"teachers": {".a": {"model_dir": "x"}}}, "a teacher is named '.a'; a name is at most 64 letters"),
+        ({"teachers": {"a" * 65: {"model_dir": "x"}}}, "is at most 64 letters"),
+        ({"teachers": {"a\n": {"model_dir": "x"}}}, r"a teacher is named 'a\\n'"),
+        ({"teachers": {"a": {"model_dir": "x"}, "A": {"model_dir": "y"}}}, "named a, A; on some disks"),
+        ({"teachers.maths.weight": 0}, r">= 1e-09.*teachers.*\.weight"),
+        ({"teachers.maths.weight": 1e-46}, r">= 1e-09"),
+        ({"teachers.maths.weight": 1e39}, r"<= 1000000000\.0"),
+        ({"teacher_cache.max_hidden_gib": 1e300}, r"<= 1000000\.0"),
         ({"teachers.maths.task": "sum"}, "unknown field `task`"),
         ({"routing": "tasks"}, "Invalid enum value 'tasks'"),
         ({"loss": {"type": "kl"}}, "Invalid value 'kl'"),
@@ -258,3 +263,9 @@ def test_a_refusal_is_told_by_the_command_line_without_a_traceback(
     told = capsys.readouterr().err
     assert "error: /nowhere is no directory; a teacher is a model directory. Correct its model_dir" in told
     assert "Traceback" not in told
+
+
+def test_of_several_teachers_the_one_at_fault_is_named() -> None:
+    teachers = {"maths": RUN["teachers"]["maths"], "code": {"model_dir": "x", "weight": 0}}
+    with pytest.raises(ConfigError, match=r"^teachers\.code\.weight is 0; expected float >= 1e-09"):
+        decode(DistillRun, RUN | {"teachers": teachers})
