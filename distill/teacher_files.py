@@ -38,6 +38,10 @@ _SUFFIXES = (".json", _TENSORS)
 _STAMP_KEYS = ("etag", "md5hash", "content-md5", "generation", "mtime", "lastmodified", "last-modified", "created")
 """What file systems say of a file that is another when the file is, best first, in lower case."""
 
+_CONNECT_S = 30
+_SILENCE_S = 60
+"""Longest that a web server may send nothing. How long a whole file takes is no sign of anything."""
+
 
 class _Fetched(msgspec.Struct, frozen=True, kw_only=True):
     """One file as the remote described it."""
@@ -167,7 +171,7 @@ def _listed(url: str) -> _Remote:
     import fsspec
 
     try:
-        filesystem, root = fsspec.core.url_to_fs(url)
+        filesystem, root = fsspec.core.url_to_fs(url, **_options(url))
     except (ImportError, ValueError) as error:
         raise TeacherError(
             f"{url}: {first_line(error)}; a teacher's URL is one that fsspec knows. Install what it asks for, or"
@@ -189,6 +193,18 @@ def _listed(url: str) -> _Remote:
     return _Remote(url, filesystem, paths, {name: _described(described[name]) for name in paths})
 
 
+def _options(url: str) -> dict[str, Any]:
+    """What a file system is told beside the URL."""
+    protocol = url.partition("://")[0].rpartition("::")[2]
+    if protocol not in ("http", "https"):
+        return {}
+    import aiohttp  # late, as above
+
+    # Its own limit is 5 minutes for a whole file, which a large one always exceeds.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+    return {protocol: {"client_kwargs": {"timeout": timeout}}}
+
+
 def _described(info: Mapping[str, Any]) -> _Fetched:
     lowered = {key.lower(): value for key, value in info.items()}
     said = [f"{key} {lowered[key]}" for key in _STAMP_KEYS if lowered.get(key)]
@@ -197,9 +213,21 @@ def _described(info: Mapping[str, Any]) -> _Fetched:
 
 def _failed(url: str, error: Exception) -> TeacherReadError:
     return TeacherReadError(
-        f"{url} cannot be read: {first_line(error)}. Look at the network and at who may read it, and start again; files"
+        f"{url} cannot be read: {_said(error)}. Look at the network and at who may read it, and start again; files"
         " that arrived whole are kept"
     )
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, or, where time ran out below it, that."""
+    below: BaseException | None = error
+    while below is not None:
+        if type(below).__name__ == "ConnectionTimeoutError":  # aiohttp's
+            return f"no connection was made within {_CONNECT_S} s"
+        if type(below).__name__ == "SocketTimeoutError":
+            return f"it sent nothing for {_SILENCE_S} s"
+        below = below.__cause__
+    return first_line(error)
 
 
 def _complete(directory: Path, remote: _Remote, *, with_tensors: bool) -> None:

@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, ClassVar
 
 import fsspec
 import pytest
@@ -348,24 +350,83 @@ fetch({url!r}, Path({str(tmp_path / "cache")!r}))
     assert (directory / "config.json").stat().st_ino == before
 
 
-def test_a_web_server(tmp_path: Path) -> None:
-    (tmp_path / "maths").mkdir()
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Slow(Quiet):
+    """Sends what it sends in small parts, with a pause before each."""
+
+    def copyfile(self, source: BinaryIO, outputfile: BinaryIO) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        while part := source.read(1500):
+            outputfile.write(part)
+            outputfile.flush()
+            time.sleep(0.05)
+
+
+class Silent(Quiet):
+    """Lists its files and then sends none, until `let_go`."""
+
+    let_go: ClassVar[threading.Event]
+
+    def copyfile(self, source: BinaryIO, outputfile: BinaryIO) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.path.endswith("/"):
+            super().copyfile(source, outputfile)
+        else:
+            self.let_go.wait(10)
+
+
+@contextmanager
+def web_server(root: Path, handler: type[Quiet]) -> Iterator[str]:
+    """Serve a teacher; yields its address without the protocol."""
+    (root / "maths").mkdir()
     for name, content in FILES.items():
-        (tmp_path / "maths" / name).write_bytes(content)
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever)
+        (root / "maths" / name).write_bytes(content)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        directory = fetch(f"http://127.0.0.1:{server.server_port}/maths/", tmp_path / "cache")
-        assert contents(directory) == FILES
-        stamps = [one["stamp"] for one in json.loads((directory / "FETCHED").read_bytes())["files"].values()]
-        assert all(stamp.startswith("last-modified ") for stamp in stamps), stamps
+        yield f"127.0.0.1:{server.server_port}/maths/"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_web_server(tmp_path: Path) -> None:
+    with web_server(tmp_path, Quiet) as address:
+        directory = fetch(f"http://{address}", tmp_path / "cache")
+        assert contents(directory) == FILES
+        stamps = [one["stamp"] for one in json.loads((directory / "FETCHED").read_bytes())["files"].values()]
+        assert all(stamp.startswith("last-modified ") for stamp in stamps), stamps
+
+
+def test_a_slow_web_server_is_waited_for_and_a_silent_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole file takes longer than the server may be silent. No limit for a whole file may be left."""
+    monkeypatch.setattr(teacher_files, "_SILENCE_S", 0.15)
+    timeout = teacher_files._options("https://a/b")["https"]["client_kwargs"]["timeout"]
+    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 30, 0.15)
+    assert teacher_files._options("simplecache::http://a/b").keys() == {"http"}
+    assert teacher_files._options("s3://http/b") == {}
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "silent").mkdir()
+    with web_server(tmp_path / "slow", Slow) as address:
+        start = time.monotonic()
+        assert contents(fetch(f"http://{address}", tmp_path / "cache")) == FILES
+        assert time.monotonic() - start > 0.15
+    Silent.let_go = threading.Event()
+    with web_server(tmp_path / "silent", Silent) as address:
+        with pytest.raises(
+            TeacherReadError, match=rf"{address}config\.json cannot be read: it sent nothing for 0\.15 s"
+        ):
+            fetch(f"http://{address}", tmp_path / "cache")
+        Silent.let_go.set()
+
+
+def test_a_web_server_needs_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(TeacherError, match=r"http://127\.0\.0\.1:1/x: .*aiohttp.*Install"):
+        fetch("http://127.0.0.1:1/x", tmp_path)
