@@ -1,7 +1,7 @@
 """Where a teacher's files are: a local directory as it is, or a URL that is fetched once into a folder of this host.
 
     cache_dir/0f3a.../           the teacher's *.json and *.safetensors, each under its name only when it is whole
-                FETCHED          the URL, and of each whole file its size and what the remote said of it
+                FETCHED          the URL; of each whole file its size, what the remote said of it, its stamp here
               0f3a....lock       held with flock by the process that fetches; the others wait and find everything there
 
 The folder is named by a hash of the URL. A fetch that was killed goes on with the file that it was at. The remote is
@@ -43,6 +43,27 @@ _SILENCE_S = 60
 """Longest that a web server may send nothing. How long a whole file takes is no sign of anything."""
 
 
+class FileStamp(NamedTuple):
+    """What tells a file from others without reading it. Two files of one stamp are one, even on two hosts: nobody can
+    set the last two."""
+
+    num_bytes: int
+    written_ns: int
+    """Time of the last change of the content."""
+    inode: int
+    touched_ns: int
+    """Time of the last change of anything: name, owner, content."""
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> "FileStamp":
+        """Return the stamp of what the system says of a file."""
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
+
+    def is_content_of(self, other: "FileStamp | None") -> bool:
+        """Whether the content is that of an earlier stamp of the file, whose names and owners may have changed."""
+        return other is not None and self[:2] == other[:2]
+
+
 class _Fetched(msgspec.Struct, frozen=True, kw_only=True):
     """One file as the remote described it."""
 
@@ -57,6 +78,8 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     url: str
     files: dict[str, _Fetched]
+    stamps: dict[str, FileStamp]
+    """Of the files here, by the same names, as they were when they had arrived."""
 
 
 class _Remote(NamedTuple):
@@ -232,10 +255,18 @@ def _said(error: BaseException) -> str:
 
 def _complete(directory: Path, remote: _Remote, *, with_tensors: bool) -> None:
     """Make the directory's files those of the remote, or all but the tensors that it lacks."""
-    known = _recorded(directory)
+    record = _recorded(directory)
+    known = record.files
+    current = [name for name, one in known.items() if remote.files.get(name) == one]
     kept = {
-        name: one for name, one in known.items() if remote.files.get(name) == one and _is_whole(directory, name, one)
+        name: known[name]
+        for name in current
+        if name in record.stamps and _stamp(directory / name) == record.stamps[name]
     }
+    stamps = {name: record.stamps[name] for name in kept}
+    damaged = [name for name in current if name not in kept]
+    if damaged:
+        console.say(f"{', '.join(damaged)} in {directory} changed since it was fetched; it is fetched again")
     changed = sorted(name for name, one in known.items() if remote.files.get(name) != one)
     if changed:
         console.say(f"{remote.url}: {', '.join(changed)} changed since it was fetched; what is there now is fetched")
@@ -246,27 +277,27 @@ def _complete(directory: Path, remote: _Remote, *, with_tensors: bool) -> None:
     _check_room(directory, remote, missing)
     missing = [name for name in missing if with_tensors or not name.endswith(_TENSORS)]
     for name in missing:
-        _fetch_file(directory, remote, name)
+        stamps[name] = _fetch_file(directory, remote, name)
         kept[name] = remote.files[name]
-        _write_record(directory, _Record(url=remote.url, files=kept))
+        _write_record(directory, _Record(url=remote.url, files=kept, stamps=stamps))
     if kept != known and not missing:
-        _write_record(directory, _Record(url=remote.url, files=kept))
+        _write_record(directory, _Record(url=remote.url, files=kept, stamps=stamps))
 
 
-def _recorded(directory: Path) -> dict[str, _Fetched]:
+def _recorded(directory: Path) -> _Record:
     try:
-        return msgspec.json.decode((directory / _RECORD_NAME).read_bytes(), type=_Record).files
+        return msgspec.json.decode((directory / _RECORD_NAME).read_bytes(), type=_Record)
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeError):
-        return {}  # what is not recorded is fetched again
+        return _Record(url="", files={}, stamps={})  # what is not recorded is fetched again
 
 
 def _write_record(directory: Path, record: _Record) -> None:
     replace_file(directory / _RECORD_NAME, msgspec.json.encode(record))
 
 
-def _is_whole(directory: Path, name: str, one: _Fetched) -> bool:
-    path = directory / name
-    return path.is_file() and one.num_bytes in (None, path.stat().st_size)
+def _stamp(path: Path) -> FileStamp | None:
+    """None where there is no regular file."""
+    return FileStamp.of(path.stat()) if path.is_file() else None
 
 
 def _check_room(directory: Path, remote: _Remote, names: list[str]) -> None:
@@ -279,8 +310,8 @@ def _check_room(directory: Path, remote: _Remote, names: list[str]) -> None:
         )
 
 
-def _fetch_file(directory: Path, remote: _Remote, name: str) -> None:
-    """Fetch one file; it has its name only when it is whole and durable."""
+def _fetch_file(directory: Path, remote: _Remote, name: str) -> FileStamp:
+    """Fetch one file, which has its name only when it is whole and durable; return its stamp."""
     partial, expected = directory / f".{name}.partial", remote.files[name].num_bytes
     console.say(f"fetching {name} of {remote.url}" + ("" if expected is None else f", {expected} bytes"))
     try:
@@ -296,3 +327,4 @@ def _fetch_file(directory: Path, remote: _Remote, name: str) -> None:
         )
     sync_path(partial)
     partial.rename(directory / name)
+    return FileStamp.of((directory / name).stat())

@@ -10,16 +10,16 @@ from (teacher_files.py), reading it for a forward (teacher_weights.py).
 Letters: E width of the teacher.
 """
 
+import functools
 import hashlib
-import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.distill.teacher_files import locked
+from rollforward.distill.teacher_files import FileStamp, locked
 from rollforward.model.checkpoint_headers import INDEX_NAME, check_entries, load_checkpoint_config, scan_checkpoint
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import ModelError
@@ -27,29 +27,10 @@ from rollforward.rollout.errors import WeightsError
 from rollforward.rollout.wal_files import replace_file
 from rollforward.rollout.weights import MANIFEST_NAME, read_manifest, stored_fingerprints
 
+__all__ = ["CONFIG_NAME", "FileStamp", "TeacherSource", "changed_file", "describe_teacher", "local_teacher"]
+
 CONFIG_NAME = "config.json"
 """The file that says what the tensors are."""
-
-
-class FileStamp(NamedTuple):
-    """What tells a file from others without reading it. Two files of one stamp are one, even on two hosts: nobody can
-    set the last two."""
-
-    num_bytes: int
-    written_ns: int
-    """Time of the last change of the content."""
-    inode: int
-    touched_ns: int
-    """Time of the last change of anything: name, owner, content."""
-
-    @classmethod
-    def of(cls, stat: os.stat_result) -> "FileStamp":
-        """Return the stamp of what the system says of a file."""
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
-
-    def is_content_of(self, other: "FileStamp | None") -> bool:
-        """Whether the content is that of an earlier stamp of the file, whose names and owners may have changed."""
-        return other is not None and self[:2] == other[:2]
 
 
 class TeacherSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +120,38 @@ def local_teacher(source: TeacherSource, directory: Path, records: Path) -> Teac
             " there as it was and resume; if its URL changed, begin anew with another run_dir"
         )
     return found
+
+
+def changed_file(source: TeacherSource, stamps: Mapping[str, FileStamp]) -> str | None:
+    """Return the name of a file that is not the one that was described, or None.
+
+    A size and a time of writing can be those of other bytes: copying tools set the time. So a file of which the system
+    says more than that is another, or was touched, is proved by reading the teacher again, once.
+
+    Args:
+        source: as described; if nobody did, nothing is known to have changed.
+        stamps: of the files as they are now, by name.
+
+    Raises:
+        TeacherError, TeacherReadError: as ``describe_teacher``, where it reads.
+    """
+    if not source.stamps:
+        return None
+    for name, now in stamps.items():
+        if not now.is_content_of(source.stamps.get(name)):
+            return name
+    touched = [name for name, now in stamps.items() if now != source.stamps[name]]
+    if touched:
+        found = _description(source.name, source.directory, tuple(sorted(stamps.items())))
+        if found.version != source.version or any(found.stamps.get(name) != now for name, now in stamps.items()):
+            return touched[0]
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _description(name: str, directory: Path, _stamps_now: tuple[tuple[str, FileStamp], ...]) -> TeacherSource:
+    """What is read once for files of these stamps; a teacher may be loaded many times after its owner changed."""
+    return describe_teacher(name, directory)
 
 
 def _recorded_fingerprints(

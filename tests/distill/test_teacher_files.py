@@ -196,6 +196,24 @@ def test_a_shortened_file_and_a_torn_record_are_mended(tmp_path: Path, fetched: 
         assert fetched == sorted(FILES)
 
 
+@pytest.mark.usefixtures("remote")
+def test_a_copy_with_other_bytes_of_the_same_size_and_time_is_fetched_again(
+    tmp_path: Path, fetched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = fetch(URL, tmp_path)
+    for damaged in ("model-1.safetensors", "config.json"):
+        before = (directory / damaged).stat()
+        (directory / damaged).write_bytes(b"x" * before.st_size)
+        os.utime(directory / damaged, ns=(before.st_atime_ns, before.st_mtime_ns))
+        fetched.clear()
+        capsys.readouterr()
+        assert contents(fetch(URL, tmp_path)) == FILES
+        assert fetched == [damaged]
+        assert f"{damaged} in {directory} changed since it was fetched; it is fetched again" in capsys.readouterr().err
+        fetch(URL, tmp_path)
+        assert fetched == [damaged]
+
+
 def test_an_interrupted_fetch_keeps_whole_files(
     tmp_path: Path, remote: MemoryFileSystem, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,10 +294,10 @@ def _fetch_in_process(url: str, cache: Path, seen: Path, go: Callable[[], object
     """Records each file that this process fetches, one line in a file of its own."""
     original = teacher_files._fetch_file
 
-    def recorded(directory: Path, remote: teacher_files._Remote, name: str) -> None:
+    def recorded(directory: Path, remote: teacher_files._Remote, name: str) -> teacher_files.FileStamp:
         with (seen / str(os.getpid())).open("a") as out:
             out.write(name + "\n")
-        original(directory, remote, name)
+        return original(directory, remote, name)
 
     teacher_files._fetch_file = recorded
     go()

@@ -14,7 +14,13 @@ import pytest
 
 from rollforward.distill import teacher_source
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.distill.teacher_source import FileStamp, TeacherSource, describe_teacher, local_teacher
+from rollforward.distill.teacher_source import (
+    FileStamp,
+    TeacherSource,
+    changed_file,
+    describe_teacher,
+    local_teacher,
+)
 from rollforward.model.checkpoint import read_packed, write_checkpoint
 from rollforward.model.checkpoint_headers import scan_checkpoint
 from rollforward.model.config import ModelConfig
@@ -218,6 +224,37 @@ def test_a_copy_that_holds_another_teacher_is_named_with_both_versions(
     for _ in range(2):
         with pytest.raises(TeacherReadError, match=rf"{told} {source.version[:12]}; every node"):
             local_teacher(source, copy, tmp_path / "records")
+
+
+def test_a_file_replaced_by_one_of_its_size_and_time_is_told_and_a_touched_one_is_proved_once(
+    directory: Path, reads: list[Path]
+) -> None:
+    def now() -> dict[str, FileStamp]:
+        return {file.name: FileStamp.of(file.stat()) for file in directory.iterdir()}
+
+    source = describe_teacher("maths", directory)
+    reads.clear()
+    assert changed_file(source, now()) is None
+    assert reads == []
+    for file in directory.iterdir():
+        file.chmod(0o600)
+    for _ in range(3):
+        assert changed_file(source, now()) is None
+    assert reads == [directory]
+    mapped = now()
+    written = overwrite(directory, "embed.weight", b"\x12\x34")
+    for _ in range(2):
+        assert changed_file(source, now()) in source.stamps
+    assert reads == [directory] * 2
+    assert changed_file(source, mapped) is None, "proved before"
+    mapped[written.name] = mapped[written.name]._replace(inode=1)
+    assert changed_file(source, mapped) in source.stamps, "nobody can read what no name stands for"
+    reads.clear()
+    os.utime(written)
+    assert changed_file(source, now()) == written.name
+    assert reads == [], "a size or time suffices"
+    unknown = TeacherSource(name="maths", directory=directory, version="f" * 32, width=128)
+    assert changed_file(unknown, now()) is None
 
 
 def test_a_source_that_nobody_described_is_no_proof(tmp_path: Path, directory: Path) -> None:
