@@ -5,7 +5,9 @@
               0f3a....lock       held with flock by the process that fetches; the others wait and find everything there
 
 The folder is named by a hash of the URL. A fetch that was killed goes on with the file that it was at. The remote is
-asked each time, so a file that changed there is told and fetched anew: what is returned is what the remote has now.
+asked each time, so a file that changed there is told and fetched anew: what is returned is what the remote has now. A
+remote that says nothing of a file but its size, such as a web server without ETag and Last-Modified, may change it
+within that size, and nothing here can notice.
 
 Here: files and their sizes. Not here: what is in them (teacher_weights.py), whose tokens they speak
 (compatibility.py).
@@ -14,6 +16,7 @@ Here: files and their sizes. Not here: what is in them (teacher_weights.py), who
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -37,6 +40,8 @@ _SUFFIXES = (".json", _TENSORS)
 
 _STAMP_KEYS = ("etag", "md5hash", "content-md5", "generation", "mtime", "lastmodified", "last-modified", "created")
 """What file systems say of a file that is another when the file is, best first, in lower case."""
+
+_SHOWN_CHARACTERS = 200
 
 _CONNECT_S = 30
 _SILENCE_S = 60
@@ -86,6 +91,7 @@ class _Remote(NamedTuple):
     """A directory of some file system."""
 
     url: str
+    """As it may be shown."""
     filesystem: Any
     """fsspec's."""
     paths: Mapping[str, str]
@@ -104,20 +110,34 @@ def locate(name: str, config: TeacherConfig, store: str | None) -> str:
         A URL as it was given; a path so that it means the same to a process with another working directory or home.
 
     Raises:
-        TeacherError: neither of the two says.
+        TeacherError: neither of the two says, or what they say is no path.
     """
     if config.model_dir is not None:
-        return _absolute(config.model_dir)
+        return _absolute(name, config.model_dir)
     if store is None:
         raise TeacherError(
             f"teachers.{name} has no model_dir and teacher_store is not set; nobody knows where it lies. Set one of"
             " them"
         )
-    return _absolute(f"{store.rstrip('/')}/{name}" if "://" in store else str(Path(store, name)))
+    return _absolute(name, f"{store.rstrip('/')}/{name}" if "://" in store else str(Path(store, name)))
 
 
-def _absolute(place: str) -> str:
-    return place if "://" in place else str(Path(place).expanduser().resolve())
+def _absolute(name: str, place: str) -> str:
+    if "://" in place:
+        return place
+    try:
+        if not place:
+            raise ValueError("it is empty")
+        path = Path(place).expanduser().resolve()
+        path.is_dir()  # tells what no system could open
+    except (OSError, RuntimeError, ValueError) as error:  # too long; links in a circle, nobody's home; a NUL
+        shown = place if len(place) <= _SHOWN_CHARACTERS else place[:_SHOWN_CHARACTERS] + "..."
+        said = error.strerror if isinstance(error, OSError) else error
+        raise TeacherError(
+            f"teacher {name}: {shown!r} is no path: {said}; a teacher is a model directory. Correct its model_dir, or"
+            " teacher_store"
+        ) from error
+    return str(path)
 
 
 def check_store(teachers: Mapping[str, TeacherConfig], store: str | None) -> None:
@@ -128,8 +148,8 @@ def check_store(teachers: Mapping[str, TeacherConfig], store: str | None) -> Non
     """
     if store is not None and all(teacher.model_dir is not None for teacher in teachers.values()):
         raise TeacherError(
-            f"teacher_store is {store} and every teacher has a model_dir, so nothing is looked for in it. Remove"
-            " teacher_store, or the model_dir of each teacher that lies there under its name"
+            f"teacher_store is {_public(store)} and every teacher has a model_dir, so nothing is looked for in it."
+            " Remove teacher_store, or the model_dir of each teacher that lies there under its name"
         )
 
 
@@ -155,9 +175,12 @@ def fetch(url: str, cache_dir: Path, *, with_tensors: bool = True) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory.with_name(directory.name + ".lock")):
             _complete(directory, _listed(url), with_tensors=with_tensors)
+    except (TeacherError, TeacherReadError) as error:
+        # What the file system said may have the password in it.
+        raise error from (error.__cause__ if url == _public(url) else None)
     except OSError as error:  # the remote's are told in other types
         raise TeacherReadError(
-            f"{url} cannot be kept in {directory}: {error}. Put the disk right, or set teacher_cache.directory"
+            f"{_public(url)} cannot be kept in {directory}: {error}. Put the disk right, or set teacher_cache.directory"
         ) from error
     return directory
 
@@ -165,12 +188,20 @@ def fetch(url: str, cache_dir: Path, *, with_tensors: bool = True) -> Path:
 def _check_names(place: str, names: list[str] | None) -> None:
     """Refuse what is no model directory; None stands for what is no directory."""
     if names is None:
-        raise TeacherError(f"{place} is no directory; a teacher is a model directory. Correct its model_dir")
+        raise _no_directory(place)
     if _CONFIG_NAME not in names or not any(name.endswith(_TENSORS) for name in names):
         lacks = _CONFIG_NAME if _CONFIG_NAME not in names else f"{_TENSORS} file"
         raise TeacherError(
             f"{place} has no {lacks}; a teacher is a model directory in the official layout. Correct its model_dir"
         )
+
+
+def _no_directory(place: str) -> TeacherError:
+    store, _, name = place.rstrip("/").rpartition("/")
+    return TeacherError(
+        f"{place} is no directory; a teacher is a model directory. Correct its model_dir; a teacher {name} without one"
+        f" is looked for in teacher_store, {store}"
+    )
 
 
 @contextmanager
@@ -195,15 +226,25 @@ def _listed(url: str) -> _Remote:
 
     try:
         filesystem, root = fsspec.core.url_to_fs(url, **_options(url))
-    except (ImportError, ValueError) as error:
+    except OSError as error:  # some connect at once
+        raise _failed(url, error) from error
+    except (
+        ImportError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # as it meets what it expects not
         raise TeacherError(
-            f"{url}: {first_line(error)}; a teacher's URL is one that fsspec knows. Install what it asks for, or"
-            " fetch the directory yourself and set model_dir to it"
+            f"{_public(url)}: {_public(first_line(error))}; a teacher's URL is one that fsspec knows. Correct it,"
+            " install what it asks for, or fetch the directory yourself and set model_dir to it"
         ) from error
+    except Exception as error:  # every file system has its own
+        raise _failed(url, error) from error
     try:
         filesystem.invalidate_cache()
         if not filesystem.isdir(root):
-            raise TeacherError(f"{url} is no directory there; a teacher is a model directory. Correct its model_dir")
+            raise _no_directory(_public(url))
         paths = {str(path).rstrip("/").rsplit("/", 1)[-1]: str(path) for path in filesystem.ls(root, detail=False)}
         paths = {name: path for name, path in sorted(paths.items()) if name.endswith(_SUFFIXES)}
         described = {name: filesystem.info(path) for name, path in paths.items()}
@@ -212,8 +253,8 @@ def _listed(url: str) -> _Remote:
     except Exception as error:  # every file system has its own
         raise _failed(url, error) from error
     paths = {name: path for name, path in paths.items() if described[name].get("type", "file") == "file"}
-    _check_names(url, list(paths))
-    return _Remote(url, filesystem, paths, {name: _described(described[name]) for name in paths})
+    _check_names(_public(url), list(paths))
+    return _Remote(_public(url), filesystem, paths, {name: _described(described[name]) for name in paths})
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -234,10 +275,15 @@ def _described(info: Mapping[str, Any]) -> _Fetched:
     return _Fetched(num_bytes=info.get("size"), stamp=said[0] if said else "")
 
 
+def _public(text: str) -> str:
+    """The text without the user and password of a URL in it."""
+    return re.sub(r"://[^/\s]*@", "://***@", text)
+
+
 def _failed(url: str, error: Exception) -> TeacherReadError:
     return TeacherReadError(
-        f"{url} cannot be read: {_said(error)}. Look at the network and at who may read it, and start again; files"
-        " that arrived whole are kept"
+        f"{_public(url)} cannot be read: {_public(_said(error))}. Look at the network and at who may read it, and start"
+        " again; files that arrived whole are kept"
     )
 
 

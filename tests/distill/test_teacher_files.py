@@ -2,12 +2,10 @@
 all, goes on where it was interrupted, and is fetched anew where the remote changed; what is no teacher is refused by
 name.
 
-Remotes here are fsspec's memory and local file systems and a web server in this process.
+Remotes here are fsspec's memory and local file systems; web servers are in test_teacher_web.py.
 """
 
 import fcntl
-import functools
-import http.server
 import json
 import multiprocessing
 import os
@@ -17,9 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, ClassVar
 
 import fsspec
 import pytest
@@ -79,11 +75,41 @@ def test_where_a_teacher_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("teachers", f"{tmp_path}/teachers"),
         ("./teachers/../b/", f"{tmp_path}/b"),
         ("~/t", f"{tmp_path}/mine/t"),
-        ("", str(tmp_path)),
         ("/", "/"),
     ):
         assert locate("a", TeacherConfig(model_dir=said), None) == meant
         assert Path(locate("a", TeacherConfig(), said)) == Path(meant, "a")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("", "is no path: it is empty"),
+        ("/a\0b", "is no path: embedded null"),
+        ("/" + "x" * 5000, r"x\.\.\.' is no path: File name too long"),
+        ("/" + "x/" * 5000, r"\.\.\.' is no path: File name too long"),
+        ("circle", "is no path: Symlink loop"),
+        ("circle/x", "is no path: Symlink loop"),
+        ("~nobody-of-that-name/x", "is no path: Could not determine home"),
+    ],
+)
+def test_what_no_path_can_be_is_told_with_the_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    with pytest.raises(TeacherError, match=rf"^teacher maths: .*{told}.* Correct its model_dir") as caught:
+        locate("maths", TeacherConfig(model_dir=said), None)
+    assert len(str(caught.value)) < 500
+    if said:
+        with pytest.raises(TeacherError, match=r"^teacher maths: .*is no path.*teacher_store"):
+            locate("maths", TeacherConfig(), said)
+
+
+@pytest.mark.parametrize("url", ["dir:///x", "dir://x", "simplecache://x", "nonsense://a"])
+def test_a_url_of_nothing_is_told(tmp_path: Path, url: str) -> None:
+    with pytest.raises(TeacherError, match=f"^{url}: .*a teacher's URL is one that fsspec knows. Correct it"):
+        fetch(url, tmp_path)
 
 
 def test_a_store_must_be_asked_for_somebody() -> None:
@@ -96,7 +122,8 @@ def test_a_store_must_be_asked_for_somebody() -> None:
 
 def test_a_local_directory_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "maths"
-    with pytest.raises(TeacherError, match="maths is no directory"):
+    told = f"{directory} is no directory.* a teacher maths without one is looked for in teacher_store, {tmp_path}$"
+    with pytest.raises(TeacherError, match=told):
         fetch(str(directory), tmp_path / "cache")
     directory.mkdir()
     with pytest.raises(TeacherError, match=r"has no config\.json"):
@@ -366,85 +393,3 @@ fetch({url!r}, Path({str(tmp_path / "cache")!r}))
     before = (directory / "config.json").stat().st_ino
     assert contents(fetch(url, tmp_path / "cache")) == FILES
     assert (directory / "config.json").stat().st_ino == before
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class Slow(Quiet):
-    """Sends what it sends in small parts, with a pause before each."""
-
-    def copyfile(self, source: BinaryIO, outputfile: BinaryIO) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        while part := source.read(1500):
-            outputfile.write(part)
-            outputfile.flush()
-            time.sleep(0.05)
-
-
-class Silent(Quiet):
-    """Lists its files and then sends none, until `let_go`."""
-
-    let_go: ClassVar[threading.Event]
-
-    def copyfile(self, source: BinaryIO, outputfile: BinaryIO) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.path.endswith("/"):
-            super().copyfile(source, outputfile)
-        else:
-            self.let_go.wait(10)
-
-
-@contextmanager
-def web_server(root: Path, handler: type[Quiet]) -> Iterator[str]:
-    """Serve a teacher; yields its address without the protocol."""
-    (root / "maths").mkdir()
-    for name, content in FILES.items():
-        (root / "maths" / name).write_bytes(content)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(root)))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}/maths/"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_a_web_server(tmp_path: Path) -> None:
-    with web_server(tmp_path, Quiet) as address:
-        directory = fetch(f"http://{address}", tmp_path / "cache")
-        assert contents(directory) == FILES
-        stamps = [one["stamp"] for one in json.loads((directory / "FETCHED").read_bytes())["files"].values()]
-        assert all(stamp.startswith("last-modified ") for stamp in stamps), stamps
-
-
-def test_a_slow_web_server_is_waited_for_and_a_silent_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A whole file takes longer than the server may be silent. No limit for a whole file may be left."""
-    monkeypatch.setattr(teacher_files, "_SILENCE_S", 0.15)
-    timeout = teacher_files._options("https://a/b")["https"]["client_kwargs"]["timeout"]
-    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 30, 0.15)
-    assert teacher_files._options("simplecache::http://a/b").keys() == {"http"}
-    assert teacher_files._options("s3://http/b") == {}
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "silent").mkdir()
-    with web_server(tmp_path / "slow", Slow) as address:
-        start = time.monotonic()
-        assert contents(fetch(f"http://{address}", tmp_path / "cache")) == FILES
-        assert time.monotonic() - start > 0.15
-    Silent.let_go = threading.Event()
-    with web_server(tmp_path / "silent", Silent) as address:
-        with pytest.raises(
-            TeacherReadError, match=rf"{address}config\.json cannot be read: it sent nothing for 0\.15 s"
-        ):
-            fetch(f"http://{address}", tmp_path / "cache")
-        Silent.let_go.set()
-
-
-def test_a_web_server_needs_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(TeacherError, match=r"http://127\.0\.0\.1:1/x: .*aiohttp.*Install"):
-        fetch("http://127.0.0.1:1/x", tmp_path)
