@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from rollforward.distill.errors import TeacherError, TeacherMismatchError
+from rollforward.distill.teacher_files import check_regular
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.model.encoding_version import LATER, EncodingVersion, find_encoding_version
 from rollforward.model.errors import ModelError
@@ -67,6 +68,7 @@ def check_teacher(name: str, directory: Path, *, student_dir: Path, longest_toke
         ConfigError, CheckpointError, TokenizerError, EncodingError: the student's does.
     """
     student = _speaker(student_dir)
+    check_regular(directory)
     try:
         teacher = _speaker(directory)
     except ModelError as error:

@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,6 +169,7 @@ def fetch(url: str, cache_dir: Path, *, with_tensors: bool = True) -> Path:
     if "://" not in url:
         directory = Path(url).expanduser()
         _check_names(url, [path.name for path in directory.iterdir()] if directory.is_dir() else None)
+        check_regular(directory)
         return directory
     cache_dir = cache_dir.expanduser()
     directory = cache_dir / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
@@ -194,6 +196,31 @@ def _check_names(place: str, names: list[str] | None) -> None:
         raise TeacherError(
             f"{place} has no {lacks}; a teacher is a model directory in the official layout. Correct its model_dir"
         )
+
+
+def check_regular(directory: Path) -> None:
+    """Refuse a model directory in which a pipe or device has the name of a file: a reader of it would wait for ever.
+
+    Raises:
+        TeacherError: it has; names it.
+    """
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if path.name.endswith(_SUFFIXES) and path.exists() and not path.is_file() and not path.is_dir():
+            raise TeacherError(f"{path} is no regular file; a teacher's files are. Put the file in its place")
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file; what is none, such as a pipe, is as absent.
+
+    Raises:
+        FileNotFoundError: there is no regular file of the name. OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # to open a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(f"{path} is no regular file")
+    with open(descriptor, "rb") as file:
+        return file.read()
 
 
 def _no_directory(place: str) -> TeacherError:
@@ -317,8 +344,11 @@ def _complete(directory: Path, remote: _Remote, *, with_tensors: bool) -> None:
     if changed:
         console.say(f"{remote.url}: {', '.join(changed)} changed since it was fetched; what is there now is fetched")
     for path in directory.iterdir():
-        if path.name not in (*kept, _RECORD_NAME):
-            path.unlink()  # of another version, or half: either would be read as part of this one
+        # Of another version, or half: either would be read as part of this one. And a folder can't be replaced.
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in (*kept, _RECORD_NAME):
+            path.unlink()
     missing = [name for name in remote.files if name not in kept]
     _check_room(directory, remote, missing)
     missing = [name for name in missing if with_tensors or not name.endswith(_TENSORS)]
@@ -332,7 +362,7 @@ def _complete(directory: Path, remote: _Remote, *, with_tensors: bool) -> None:
 
 def _recorded(directory: Path) -> _Record:
     try:
-        return msgspec.json.decode((directory / _RECORD_NAME).read_bytes(), type=_Record)
+        return msgspec.json.decode(read_regular(directory / _RECORD_NAME), type=_Record)
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeError):
         return _Record(url="", files={}, stamps={})  # what is not recorded is fetched again
 

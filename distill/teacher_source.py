@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.distill.teacher_files import FileStamp, locked
+from rollforward.distill.teacher_files import FileStamp, check_regular, locked, read_regular
 from rollforward.model.checkpoint_headers import INDEX_NAME, check_entries, load_checkpoint_config, scan_checkpoint
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import ModelError
@@ -72,6 +72,7 @@ def describe_teacher(name: str, directory: Path, records: Path | None = None) ->
     Invariants: equal bytes and configurations give equal versions, on any host and however sharded into files.
     """
     try:
+        check_regular(directory)
         stamps = _stamps(directory)
         config = load_checkpoint_config(directory)
         check_entries(scan_checkpoint(directory), config)
@@ -163,7 +164,7 @@ def _recorded_fingerprints(
     records.mkdir(parents=True, exist_ok=True)
     with locked(record.with_suffix(".fingerprints.lock")):
         try:
-            known = msgspec.json.decode(record.read_bytes(), type=_Record)
+            known = msgspec.json.decode(read_regular(record), type=_Record)
         except (FileNotFoundError, msgspec.MsgspecError, UnicodeError):
             known = None  # what is not recorded is read
         if known is not None and known.stamps == stamps:

@@ -15,16 +15,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rollforward.distill import teacher_files
+from rollforward.distill.compatibility import check_teacher
 from rollforward.distill.config import TeacherConfig
 from rollforward.distill.errors import TeacherError, TeacherReadError
 from rollforward.distill.teacher_files import check_store, fetch, locate
+from rollforward.distill.teacher_source import describe_teacher
+from rollforward.model.config import config_json
+from rollforward.model.tokenizer import TokenizerConfig, train_tokenizer
+from tests.helpers.teachers import write_teacher
+from tests.helpers.tiny import tiny_config
+
+T = TypeVar("T")
 
 URL = "memory://store/maths"
 FILES = {
@@ -60,6 +70,24 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "FETCHED"}
+
+
+def _folder(path: Path) -> None:
+    (path / "deep").mkdir(parents=True)
+
+
+def within_2_s(call: Callable[[], T]) -> T:
+    """What a call returns or raises; one that waits for a pipe fails, and its thread is left to wait."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except (TeacherError, TeacherReadError, OSError) as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(2)
 
 
 def test_where_a_teacher_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +267,53 @@ def test_a_copy_with_other_bytes_of_the_same_size_and_time_is_fetched_again(
         assert f"{damaged} in {directory} changed since it was fetched; it is fetched again" in capsys.readouterr().err
         fetch(URL, tmp_path)
         assert fetched == [damaged]
+
+
+@pytest.mark.usefixtures("remote")
+@pytest.mark.parametrize("name", ["FETCHED", "model-1.safetensors", "config.json", ".config.json.partial"])
+@pytest.mark.parametrize("make", [os.mkfifo, _folder], ids=["pipe", "folder"])
+def test_what_is_no_file_in_the_cache_is_replaced(
+    tmp_path: Path, fetched: list[str], name: str, make: Callable[[Path], None]
+) -> None:
+    directory = fetch(URL, tmp_path)
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    fetched.clear()
+    assert contents(within_2_s(lambda: fetch(URL, tmp_path))) == FILES
+    assert (directory / "FETCHED").is_file()
+    assert fetched == (sorted(FILES) if name == "FETCHED" else [name] if name in FILES else [])
+    fetched.clear()
+    fetch(URL, tmp_path)
+    assert fetched == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "encoding.json", "model.safetensors"])
+def test_a_pipe_by_the_name_of_a_file_is_refused_where_a_reader_would_wait(tmp_path: Path, name: str) -> None:
+    student, tokenizer = tmp_path / "student", train_tokenizer(["7 plus 8"], TokenizerConfig(vocab_size=320))
+    student.mkdir()
+    (student / "config.json").write_text(json.dumps(config_json(tiny_config())))
+    (student / "tokenizer.json").write_text(tokenizer.serialized)
+    teacher = write_teacher(tmp_path / "maths", tiny_config(), seed=6).directory
+    shutil.copy(student / "tokenizer.json", teacher)
+    (teacher / name).unlink(missing_ok=True)
+    os.mkfifo(teacher / name)
+    for reader in (
+        lambda: fetch(str(teacher), tmp_path / "cache"),
+        lambda: describe_teacher("maths", teacher),
+        lambda: check_teacher("maths", teacher, student_dir=student, longest_tokens=8),
+    ):
+        with pytest.raises(TeacherError, match=rf"{teacher / name} is no regular file"):
+            within_2_s(reader)
+
+
+def test_a_pipe_as_a_record_of_what_was_read_is_none(tmp_path: Path) -> None:
+    teacher = write_teacher(tmp_path / "maths", tiny_config(), seed=6).directory
+    first = describe_teacher("maths", teacher, tmp_path / "records")
+    (record,) = (tmp_path / "records").glob("*.fingerprints")
+    record.unlink()
+    os.mkfifo(record)
+    assert within_2_s(lambda: describe_teacher("maths", teacher, tmp_path / "records")) == first
+    assert record.is_file()
 
 
 def test_an_interrupted_fetch_keeps_whole_files(
