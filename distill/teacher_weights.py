@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollforward.distill.errors import TeacherReadError
-from rollforward.distill.teacher_source import CONFIG_NAME, FileStamp, TeacherSource, describe_teacher
+from rollforward.distill.errors import TeacherError, TeacherReadError
+from rollforward.distill.teacher_source import CONFIG_NAME, FileStamp, TeacherSource, changed_file, describe_teacher
 from rollforward.kernels.quant.formats import FP8_BLOCK
 from rollforward.model.checkpoint import read_stored
 from rollforward.model.checkpoint_headers import FORMAT_OF_DTYPE, check_entries, load_checkpoint_config, scan_checkpoint
@@ -138,9 +138,12 @@ class _TeacherFiles:
             raise
 
     def _check_files(self, stamps: Mapping[str, FileStamp]) -> None:
-        for name, found in stamps.items():
-            if self._source.stamps and not found.is_content_of(self._source.stamps.get(name)):
-                raise self._failed(f"{name} was written to, or replaced, during the run")
+        try:
+            name = changed_file(self._source, stamps)
+        except TeacherError as error:
+            raise self._failed(error) from error
+        if name is not None:
+            raise self._failed(f"{name} was written to, or replaced, during the run")
 
     def _failed(self, what: object) -> TeacherReadError:
         return TeacherReadError(
