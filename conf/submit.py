@@ -56,7 +56,7 @@ _PAUSE_S = 2.0
 """Before a connection that broke is made again, or a job sent again."""
 _NOT_YET = "try again later"
 """In Ray's words where no agent of the cluster can take a job yet."""
-_START_S = 60.0
+_START_S = 180.0
 """How long a head may take from its first answer until it takes jobs."""
 _MAX_SILENT = 30
 """Questions without an answer after which nobody is asked any more, about a minute."""

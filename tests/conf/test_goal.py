@@ -125,7 +125,7 @@ def test_distill_is_a_command_like_others(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(r"^  distill +merge teachers into a model by distillation", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["distill", "--help"]) == 0
     told = capsys.readouterr().out
-    for key in ("teachers[].model_dir", "routing", "loss.type", "loss.beta", "teacher_cache.max_hidden_gib"):
+    for key in ("teachers.NAME.model_dir", "routing", "loss.type", "loss.beta", "teacher_cache.max_hidden_gib"):
         assert key in told, key
     assert "algo" not in told.replace("`algo.", "").replace("(algo.", "")
     assert cli.main(["distil"]) == 2
