@@ -111,9 +111,13 @@ class _Life:
         _wait_for_end(family)
 
     def kill_command(self) -> None:
-        """SIGKILL to the command, whose processes end by themselves."""
+        """SIGKILL to the command and to its actors: left alone, they would first end what they are at."""
         family = self.family()
         self.driver.kill()
+        for process, title in family.items():
+            if "Actor" in title:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
         self.driver.wait(timeout=60)
         _wait_for_end(family)
 
@@ -157,7 +161,7 @@ def test_a_rank_killed_while_teachers_score_costs_no_bit_and_no_finished_score(m
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_a_rank_killed_in_the_loss_and_the_command_killed_between_teachers_cost_no_bit(
+def test_a_rank_killed_in_the_loss_and_the_command_killed_while_teachers_score_cost_no_bit(
     models: Models, tmp_path: Path, num_ranks: int
 ) -> None:
     """One after the other in one run, which goes on and ends on another number of ranks."""
@@ -166,8 +170,8 @@ def test_a_rank_killed_in_the_loss_and_the_command_killed_between_teachers_cost_
     life.kill_rank()
     assert len(life.shards(0)) == NUM_SHARDS
     life = _Life(tmp_path, "resume", str(tmp_path / "run"))
-    # Plans lie by teacher, so the first of b is behind the last of a.
-    life.wait_for(lambda: any(name.endswith("-b.arrow") for name in life.shards(1)))
+    # Plans lie by teacher; on a quiet machine the kill itself takes as long as many of them.
+    life.wait_for(lambda: len(life.shards(1)) >= NUM_SHARDS // 4)
     life.kill_command()
     left = life.shards(1)
     assert 0 < len(left) < NUM_SHARDS, "killed too late; let it have more to score"
