@@ -44,6 +44,7 @@ from rollforward.rl.learner import (
     MicroBatches,
     PolicySettings,
     TrainedPolicy,
+    start_masters,
     step_metrics,
     worst_sequences,
 )
@@ -98,7 +99,7 @@ class DistillLearner(TrainedPolicy):
         Raises:
             TeacherError, TeacherReadError: a teacher is not; names it.
         """
-        super().__init__(settings)
+        super().__init__(settings, start_masters(settings))
         self._settings = settings
         self._groups = RankGroups(torch.distributed.get_world_size())
         cache_dir = Path(settings.teacher_cache_dir)

@@ -92,15 +92,24 @@ class LearnerSettings(PolicySettings, frozen=True, kw_only=True):
     """Loss and its constants."""
 
 
+def start_masters(settings: PolicySettings) -> dict[str, Tensor]:
+    """Return the masters of the checkpoint that a run starts from, by canonical name."""
+    model_dir = Path(settings.model_dir)
+    return read_checkpoint(model_dir, load_checkpoint_config(model_dir, is_announced=False))
+
+
 class TrainedPolicy:
     """The policy of one rank that is trained, published and saved. Needs an initialised process group."""
 
-    def __init__(self, settings: PolicySettings) -> None:
-        """Read the checkpoint and build the trainer."""
+    def __init__(self, settings: PolicySettings, named: Mapping[str, Tensor]) -> None:
+        """Build the trainer.
+
+        Args:
+            settings: of the run. named: the masters to start from, of ``start_masters``; copied.
+        """
         torch.set_num_threads(settings.threads)
         model_dir = Path(settings.model_dir)
         self.model_config = load_checkpoint_config(model_dir, is_announced=False)
-        named = read_checkpoint(model_dir, self.model_config)
         self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
         self.trainer = Trainer(
             self.model_config,
@@ -137,12 +146,12 @@ class Learner(TrainedPolicy):
 
     def __init__(self, settings: LearnerSettings) -> None:
         """Read the checkpoint and build trainer and reference."""
-        super().__init__(settings)
+        named = start_masters(settings)
+        super().__init__(settings, named)
         self._settings = settings
         # Without a KL term the reference would cost a forward pass and change nothing.
         self._reference: Model | None = None
         if settings.algorithm.kl_beta > 0:
-            named = read_checkpoint(Path(settings.model_dir), self.model_config)
             self._reference = Model(self.model_config, named, precision=settings.precision)
 
     def update(self, step_dir: Path, plans: Sequence[MicroBatchPlan]) -> tuple[Metric, ...]:
