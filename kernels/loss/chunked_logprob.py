@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rollforward.kernels.checks import bind_shapes, check_dtype
-from rollforward.kernels.loss.chunked_logprob_ref import linear_token_logprob_ref
+from rollforward.kernels.loss.linear_logprob_ref import linear_logprob_ref
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 
 
@@ -36,4 +36,4 @@ def linear_token_logprob(
     check_dtype("linear_token_logprob", "head_VD", head_VD, hidden_TD.dtype)
     check_dtype("linear_token_logprob", "token_T", token_T, torch.int64)
     with torch.no_grad():
-        return linear_token_logprob_ref(hidden_TD, head_VD, token_T, temperature, chunk_tokens=chunk_tokens)
+        return linear_logprob_ref(hidden_TD, head_VD, token_T, temperature, chunk_tokens=chunk_tokens)

@@ -8,9 +8,7 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.linear_logprob_ref import linear_logprob_backward_ref, linear_logprob_ref
-
-CHUNK_TOKENS = 256
-"""Tokens whose logits exist at one time in the reference form."""
+from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 
 
 class _LinearLogprob(torch.autograd.Function):
