@@ -33,7 +33,8 @@ from rollforward.distill.errors import TeacherError, TeacherReadError
 from rollforward.model.safetensors_stream import sync_path
 from rollforward.rollout.wal_files import replace_file
 
-_CONFIG_NAME = "config.json"
+CONFIG_NAME = "config.json"
+"""The file that says what the tensors are."""
 _RECORD_NAME = "FETCHED"  # no name that a teacher's file may have
 _TENSORS = ".safetensors"
 _SUFFIXES = (".json", _TENSORS)
@@ -191,8 +192,8 @@ def _check_names(place: str, names: list[str] | None) -> None:
     """Refuse what is no model directory; None stands for what is no directory."""
     if names is None:
         raise _no_directory(place)
-    if _CONFIG_NAME not in names or not any(name.endswith(_TENSORS) for name in names):
-        lacks = _CONFIG_NAME if _CONFIG_NAME not in names else f"{_TENSORS} file"
+    if CONFIG_NAME not in names or not any(name.endswith(_TENSORS) for name in names):
+        lacks = CONFIG_NAME if CONFIG_NAME not in names else f"{_TENSORS} file"
         raise TeacherError(
             f"{place} has no {lacks}; a teacher is a model directory in the official layout. Correct its model_dir"
         )

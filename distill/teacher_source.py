@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from rollforward.distill.errors import TeacherError, TeacherReadError
-from rollforward.distill.teacher_files import FileStamp, check_regular, locked, read_regular
+from rollforward.distill.teacher_files import CONFIG_NAME, FileStamp, check_regular, locked, read_regular
 from rollforward.model.checkpoint_headers import INDEX_NAME, check_entries, load_checkpoint_config, scan_checkpoint
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.errors import ModelError
@@ -28,9 +28,6 @@ from rollforward.rollout.wal_files import replace_file
 from rollforward.rollout.weights import MANIFEST_NAME, read_manifest, stored_fingerprints
 
 __all__ = ["CONFIG_NAME", "FileStamp", "TeacherSource", "changed_file", "describe_teacher", "local_teacher"]
-
-CONFIG_NAME = "config.json"
-"""The file that says what the tensors are."""
 
 
 class TeacherSource(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from rollforward.model.checkpoint import sync_path
 from rollforward.model.config import load_model_config
 from rollforward.rl.setup import Parts
 from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop
+from rollforward.rollout.wal_files import replace_file
 
 TEACHERS_NAME = "teachers.json"
 """File of a run directory with the version of each teacher that the run began with."""
@@ -38,16 +39,7 @@ def main(run: DistillRun) -> int:
         teachers = find_teachers(run, urls)
 
         def place() -> tuple[DistillPool, DistillStages]:
-            settings = DistillSettings(
-                loss=run.loss,
-                keep_routing=run.keep_routing,
-                teachers=teachers,
-                teacher_urls=urls,
-                teacher_cache_dir=str(_cache_dir(run)),
-                hidden_root=str(Path(run.run_dir).resolve() / HIDDEN_NAME),
-                max_hidden_bytes=max_hidden_bytes(run),
-                **policy_settings(run),
-            )
+            settings = learner_settings(run, urls, teachers)
             learner = DistillPool(rank_actors(DistillActor, run), settings, *patience_of(run))
             return learner, DistillStages(run, learner, teachers)
 
@@ -56,10 +48,25 @@ def main(run: DistillRun) -> int:
     return run_loop(run, prepare)
 
 
+def learner_settings(
+    run: DistillRun, urls: Mapping[str, str], teachers: Mapping[str, TeacherSource]
+) -> DistillSettings:
+    """Return what every rank is told of a run, whose teachers are from ``teacher_urls`` and ``find_teachers``."""
+    return DistillSettings(
+        loss=run.loss,
+        keep_routing=run.keep_routing,
+        teachers=dict(teachers),
+        teacher_urls=dict(urls),
+        teacher_cache_dir=str(_cache_dir(run)),
+        hidden_root=str(Path(run.run_dir).resolve() / HIDDEN_NAME),
+        max_hidden_bytes=max_hidden_bytes(run),
+        **policy_settings(run),
+    )
+
+
 def teacher_urls(run: DistillRun) -> dict[str, str]:
     """Return where each teacher is, by name: a URL, or a path that means the same to processes that work elsewhere."""
-    located = {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
-    return {name: url if "://" in url else str(Path(url).expanduser().resolve()) for name, url in located.items()}
+    return {name: locate(name, teacher, run.teacher_store) for name, teacher in run.teachers.items()}
 
 
 def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, TeacherSource]:
@@ -100,10 +107,7 @@ def _keep_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
     file = run_dir / TEACHERS_NAME
     if not file.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(versions)))
-        sync_path(partial)
-        partial.replace(file)
+        replace_file(file, msgspec.json.format(msgspec.json.encode(versions)))
         sync_path(run_dir)
         return
     try:

@@ -7,17 +7,15 @@ from typing import Any
 
 import msgspec
 
+from rollforward.distill import train
 from rollforward.distill.config import DistillRun
-from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.learner import Canary, DistillLearner, DistillSettings
 from rollforward.distill.schedule import TeacherPlan
-from rollforward.distill.stages import DistillStages, max_hidden_bytes
-from rollforward.distill.train import find_teachers, teacher_urls
+from rollforward.distill.stages import DistillStages
 from rollforward.model.metrics import Metric
 from rollforward.rl.controller import Controller, RunOutcome
 from rollforward.rl.setup import load_parts
 from rollforward.rl.tracker import Tracker
-from rollforward.rl.train import policy_settings
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.weights import read_published, version_directory
 from tests.helpers.ranks import join_alone
@@ -97,17 +95,8 @@ class LocalPool:
 
 def learner_settings(run: DistillRun) -> DistillSettings:
     """What a rank of the run is told."""
-    urls = teacher_urls(run)
-    return DistillSettings(
-        loss=run.loss,
-        keep_routing=run.keep_routing,
-        teachers=find_teachers(run, urls),
-        teacher_urls=urls,
-        teacher_cache_dir=run.teacher_cache.directory,
-        hidden_root=str(Path(run.run_dir) / HIDDEN_NAME),
-        max_hidden_bytes=max_hidden_bytes(run),
-        **policy_settings(run),
-    )
+    urls = train.teacher_urls(run)
+    return train.learner_settings(run, urls, train.find_teachers(run, urls))
 
 
 def build_distill(run: DistillRun) -> tuple[Controller, LocalPool, LocalRollout]:
