@@ -11,18 +11,7 @@ import torch
 from rollforward.kernels.errors import DtypeError, ShapeError
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from tests.helpers.bits import different_bits, torch_threads
-
-
-def problem(num_tokens: int, vocab: int = 37, student: int = 8, teacher: int = 5, *, scale: float = 1.0, seed: int = 0):
-    generator = torch.Generator().manual_seed(seed + 1000 * num_tokens)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    hidden, head = normal(num_tokens, student) * scale, normal(vocab, student)
-    teacher_hidden, teacher_head = normal(num_tokens, teacher) * scale, normal(vocab, teacher)
-    weight = torch.rand(num_tokens, generator=generator, dtype=torch.float64) + 0.1
-    return hidden, head, teacher_hidden, teacher_head, weight
+from tests.helpers.vocabulary_losses import problem, value_and_gradients
 
 
 def dense(hidden, head, teacher_hidden, teacher_head, weight):
@@ -30,12 +19,6 @@ def dense(hidden, head, teacher_hidden, teacher_head, weight):
     log_q = torch.log_softmax(teacher_hidden @ teacher_head.t(), -1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     return (weight * kl).sum(), kl
-
-
-def value_and_gradients(function, arguments, **options):
-    hidden, head = (one.detach().clone().requires_grad_(True) for one in arguments[:2])
-    loss, kl = function(hidden, head, *arguments[2:], **options)
-    return loss.detach(), kl.detach(), *torch.autograd.grad(loss, (hidden, head))
 
 
 def test_values_by_hand():

@@ -17,6 +17,7 @@ from rollforward.kernels.loss.reverse_kl import reverse_kl
 from rollforward.kernels.loss.sampled_kl import sampled_kl
 from tests.helpers.bits import different_bits, torch_threads
 from tests.helpers.live_memory import peak_bytes
+from tests.helpers.vocabulary_losses import value_and_gradients
 
 
 def problem(num_tokens: int, vocab: int = 37, width: int = 8, *, scale: float = 1.0, seed: int = 0):
@@ -37,12 +38,6 @@ def dense(hidden, head, token, teacher_logprob, weight, *, baseline_T=None):
     ratio = (logprob - teacher_logprob).detach()
     advantage = -ratio if baseline_T is None else baseline_T - ratio
     return -(weight * advantage * logprob).sum(), ratio
-
-
-def value_and_gradients(function, arguments, **options):
-    hidden, head = (one.detach().clone().requires_grad_(True) for one in arguments[:2])
-    loss, ratio = function(hidden, head, *arguments[2:], **options)
-    return loss.detach(), ratio.detach(), *torch.autograd.grad(loss, (hidden, head))
 
 
 def test_by_hand():
