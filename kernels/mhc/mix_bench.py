@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.bench import Case, Outputs
-from rollforward.kernels.mhc import mix_sweep
+from rollforward.kernels.mhc import mix_grad_sweep, mix_sweep
 
 M, D, ITERS, EPS = 4, 4096, 20, 1e-6
 TIMES = 10
@@ -69,15 +69,15 @@ class _Problem:
         """Gradients of the way out."""
         _, _, grad_f, grad_x, _, _, grad_weights = self.space(span.stop - span.start)
         operands = self.g[span], self.f[span], self.x[span], self.weights[span]
-        mix_sweep.leave_backward_into(*operands, grad_f, grad_x, grad_weights)
+        mix_grad_sweep.leave_backward_into(*operands, grad_f, grad_x, grad_weights)
         return {"grad_f": grad_f, "grad_x": grad_x, "grad_weights": grad_weights[:, 4:24]}
 
     def backward(self, span: slice) -> Outputs:
         """Gradients of a whole site: of the way out, then of the way in, added to the streams'."""
         sums, weights, y, grad_x, grad_f, _, grad_weights = self.space(span.stop - span.start)
         x = self.x[span]
-        mix_sweep.leave_backward_into(self.g[span], self.f[span], x, weights, grad_f, grad_x, grad_weights)
-        mix_sweep.enter_backward_into(x, self.dy[span], self.site, sums, weights, grad_weights, grad_x)
+        mix_grad_sweep.leave_backward_into(self.g[span], self.f[span], x, weights, grad_f, grad_x, grad_weights)
+        mix_grad_sweep.enter_backward_into(x, self.dy[span], self.site, sums, weights, grad_weights, grad_x)
         del y
         return {"grad_f": grad_f, "grad_x": grad_x}
 
