@@ -11,6 +11,7 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype, check_shapes
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.mhc.mix_ref import mhc_head_ref, mhc_mix_ref, mhc_post_ref, mhc_pre_ref
+from rollforward.kernels.norm.rms_norm import rms_norm
 
 
 def mhc_mix(
@@ -39,30 +40,71 @@ def mhc_mix(
 
 
 def mhc_enter(
-    streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale_3: Tensor, *, iters: int, eps: float, norm_eps: float
+    streams_TMD: Tensor,
+    fn_XJ: Tensor,
+    base_X: Tensor,
+    scale_3: Tensor,
+    norm_D: Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sublayer's input and what the way out needs: ``mhc_pre`` of ``mhc_mix``'s pre; post, comb.
+    """Return the sublayer's input, normalised, and what the way out needs: ``rms_norm`` of ``mhc_pre`` of ``mhc_mix``.
 
     Args:
         streams_TMD: [T, M, D] float32; the tile form: bfloat16, M = 4, D a multiple of 256.
-        fn_XJ, base_X, scale_3, iters, eps, norm_eps: as for ``mhc_mix``, float32 in both forms.
+        fn_XJ, base_X, scale_3, iters, eps, norm_eps: as for ``mhc_mix``, float32 in both forms; the norm has the same
+            norm_eps.
+        norm_D: [D] float32 in both forms, the weight of the sublayer's norm.
 
     Returns:
         input_TD of the streams' dtype; post_TM and comb_TMM float32.
 
     Invariants: row-invariant, deterministic; gradients that sum over tokens have a fixed order.
     """
+    check_shapes("mhc_enter", streams_TMD=streams_TMD, norm_D=norm_D)
     if not dispatch.is_tile("mix"):
         pre_TM, post_TM, comb_TMM = mhc_mix(
             streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps
         )
-        return mhc_pre(streams_TMD, pre_TM), post_TM, comb_TMM
+        return rms_norm(mhc_pre(streams_TMD, pre_TM), norm_D, eps=norm_eps), post_TM, comb_TMM
     sizes = bind_shapes("mhc_enter", streams_TMD=(streams_TMD, "T 4 D"), base_X=(base_X, "24"), scale_3=(scale_3, "3"))
     bind_shapes("mhc_enter", fn_XJ=(fn_XJ, f"24 {4 * sizes['D']}"))
     mix_sweep.check_streams("mhc_enter", streams_TMD)
     check_dtype("mhc_enter", "fn_XJ", fn_XJ, torch.float32)
-    input_TD, weights = mix_sweep.Enter.apply(streams_TMD, fn_XJ, base_X, scale_3, (iters, eps, norm_eps))
+    merged_TD, weights = mix_sweep.Enter.apply(streams_TMD, fn_XJ, base_X, scale_3, (iters, eps, norm_eps))
+    input_TD = rms_norm(merged_TD.float(), norm_D, eps=norm_eps).to(streams_TMD.dtype)
     return input_TD, weights[:, mix_sweep.POST], weights[:, mix_sweep.COMB].unflatten(1, (4, 4))
+
+
+def mhc_across(
+    sublayer_TD: Tensor,
+    streams_TMD: Tensor,
+    post_TM: Tensor,
+    comb_TMM: Tensor,
+    fn_XJ: Tensor,
+    base_X: Tensor,
+    scale_3: Tensor,
+    norm_D: Tensor,
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Go out of one sublayer and into the next: ``mhc_enter`` of ``mhc_post``.
+
+    Args:
+        sublayer_TD, streams_TMD, post_TM, comb_TMM: as for ``mhc_post``.
+        fn_XJ, base_X, scale_3, norm_D, iters, eps, norm_eps: of the next sublayer's site, as for ``mhc_enter``.
+
+    Returns:
+        streams_TMD between the two, and what ``mhc_enter`` returns of them: input_TD, post_TM, comb_TMM.
+
+    Invariants: row-invariant, deterministic; gradients that sum over tokens have a fixed order.
+    """
+    streams_TMD = mhc_post(sublayer_TD, streams_TMD, post_TM, comb_TMM)
+    return streams_TMD, *mhc_enter(streams_TMD, fn_XJ, base_X, scale_3, norm_D, iters=iters, eps=eps, norm_eps=norm_eps)
 
 
 def mhc_pre(streams_TMD: Tensor, pre_TM: Tensor) -> Tensor:
@@ -75,8 +117,9 @@ def mhc_post(sublayer_TD: Tensor, streams_TMD: Tensor, post_TM: Tensor, comb_TMM
     """Mix the streams and add the sublayer's output: X'_k = post_k f + sum_j comb_jk X_j.
 
     Args:
-        sublayer_TD: [T, D] float32, the sublayer's output f; the tile form: bfloat16.
-        streams_TMD: [T, M, D] of the same dtype, the streams before the sublayer; the tile form: M = 4, D a multiple of
+        sublayer_TD: [T, D] float32, the sublayer's output f; the tile form also takes it as bfloat16, which is what it
+            computes with.
+        streams_TMD: [T, M, D] float32, the streams before the sublayer; the tile form: bfloat16, M = 4, D a multiple of
             256.
         post_TM: [T, M] float32; comb_TMM: [T, M (j), M (k)] float32, both from ``mhc_mix``.
 
@@ -90,8 +133,8 @@ def mhc_post(sublayer_TD: Tensor, streams_TMD: Tensor, post_TM: Tensor, comb_TMM
     if dispatch.is_tile("mix"):
         bind_shapes("mhc_post", streams_TMD=(streams_TMD, "T 4 D"))
         mix_sweep.check_streams("mhc_post", streams_TMD)
-        check_dtype("mhc_post", "sublayer_TD", sublayer_TD, torch.bfloat16)
-        return mix_sweep.Leave.apply(sublayer_TD, streams_TMD, post_TM, comb_TMM)
+        check_dtype("mhc_post", "sublayer_TD", sublayer_TD, torch.bfloat16, torch.float32)
+        return mix_sweep.Leave.apply(sublayer_TD.bfloat16(), streams_TMD, post_TM, comb_TMM)
     return mhc_post_ref(sublayer_TD, streams_TMD, post_TM, comb_TMM)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollforward.kernels.errors import ShapeError
-from rollforward.kernels.mhc.mix import mhc_enter, mhc_head, mhc_mix, mhc_post, mhc_pre
+from rollforward.kernels.mhc.mix import mhc_across, mhc_enter, mhc_head, mhc_mix, mhc_post, mhc_pre
+from rollforward.kernels.norm.rms_norm import rms_norm
 from tests.helpers.bits import different_bits, torch_threads
 
 
@@ -54,14 +55,36 @@ def test_mix_equals_the_written_out_form():
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_way_in_is_the_mix_and_its_sum():
-    streams = normal(5, 4, 6, dtype=torch.float64)
-    parameters_ = parameters(4, 6, torch.float64)
-    settings = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
-    entered, post, comb = mhc_enter(streams, *parameters_, **settings)
-    pre, *others = mhc_mix(streams, *parameters_, **settings)
-    assert different_bits(entered, mhc_pre(streams, pre)) == 0
+SETTINGS = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
+
+
+def test_the_way_in_is_the_mix_its_sum_and_the_norm():
+    streams, site, norm = normal(5, 4, 6), parameters(4, 6), normal(6, seed=3)
+    entered, post, comb = mhc_enter(streams, *site, norm, **SETTINGS)
+    pre, *others = mhc_mix(streams, *site, **SETTINGS)
+    assert different_bits(entered, rms_norm(mhc_pre(streams, pre), norm, eps=1e-6)) == 0
     assert [different_bits(post, others[0]), different_bits(comb, others[1])] == [0, 0]
+
+
+def test_the_way_across_is_the_way_out_and_the_next_way_in():
+    f_TD, streams = normal(5, 6, seed=4), normal(5, 4, 6)
+    post, comb = normal(5, 4, seed=5), normal(5, 4, 4, seed=6)
+    site, norm = parameters(4, 6), normal(6, seed=3)
+    between, *entered = mhc_across(f_TD, streams, post, comb, *site, norm, **SETTINGS)
+    assert different_bits(between, mhc_post(f_TD, streams, post, comb)) == 0
+    for got, expected in zip(entered, mhc_enter(between, *site, norm, **SETTINGS), strict=True):
+        assert different_bits(got, expected) == 0
+
+
+def test_the_way_in_by_hand():
+    # fn = 0 and equal bases: the input is the direction of the streams' sum, whose mean square is one, times the norm.
+    streams = torch.tensor([[[3.0, 0], [0, 1], [0, 1], [0, 2]]])
+    site = torch.zeros(24, 8), torch.zeros(24), torch.ones(3)
+    entered, post, comb = mhc_enter(streams, *site, torch.tensor([1.0, 10.0]), iters=20, eps=1e-9, norm_eps=1e-12)
+    rms = math.sqrt((9 + 16) / 2)
+    torch.testing.assert_close(entered, torch.tensor([[3 / rms, 40 / rms]]))
+    torch.testing.assert_close(post, torch.ones(1, 4))
+    torch.testing.assert_close(comb, torch.full((1, 4, 4), 0.25))
 
 
 def test_mix_uses_one_statistic_over_all_streams():
@@ -139,6 +162,11 @@ def test_gradients_in_float64():
     comb = normal(2, 4, 4, seed=7, dtype=torch.float64).requires_grad_(True)
     assert torch.autograd.gradcheck(mhc_post, (f_TD, streams, post, comb))
     assert torch.autograd.gradcheck(mhc_pre, (streams, post))
+    norm = normal(3, seed=8, dtype=torch.float64).requires_grad_(True)
+    settings = {"iters": 3, "eps": 1e-3, "norm_eps": 1e-3}
+    assert torch.autograd.gradcheck(
+        lambda *leaves: mhc_across(*leaves, **settings), (f_TD, streams, post, comb, *parts, norm)
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -146,13 +174,15 @@ def test_gradients_in_float64():
 def test_bits_belong_to_the_token(threads, width):
     streams = normal(67, 4, width)
     fn, base, scale = parameters(4, width)
-    head = normal(4, 4 * width, seed=8)
+    head, norm = normal(4, 4 * width, seed=8), normal(width, seed=10)
 
     def everything(x: torch.Tensor) -> torch.Tensor:
         pre, post, comb = mhc_mix(x, fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-6)
         mixed = mhc_post(mhc_pre(x, pre), x, post, comb)
         merged = mhc_head(x, head, base[:4], scale[:1], eps=1e-6, norm_eps=1e-6)
-        return torch.cat((pre, post, comb.flatten(1), mixed.flatten(1), merged), dim=1)
+        across = mhc_across(x[:, 0], x, post, comb, fn, base, scale, norm, **SETTINGS)
+        parts = pre, post, comb, mixed, merged, *across
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     with torch_threads(threads):
         whole = everything(streams)
@@ -166,6 +196,9 @@ def test_no_tokens():
     fn, base, scale = parameters(4, 6)
     pre, post, comb = mhc_mix(torch.zeros(0, 4, 6), fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-6)
     assert (pre.shape, post.shape, comb.shape) == ((0, 4), (0, 4), (0, 4, 4))
+    sides = torch.zeros(0, 6), torch.zeros(0, 4, 6), post, comb
+    across = mhc_across(*sides, fn, base, scale, torch.ones(6), **SETTINGS)
+    assert [part.shape for part in across] == [(0, 4, 6), (0, 6), (0, 4), (0, 4, 4)]
 
 
 def test_shapes_that_disagree_are_an_error():
@@ -174,3 +207,7 @@ def test_shapes_that_disagree_are_an_error():
     fn, base, scale = parameters(4, 6)
     with pytest.raises(ShapeError, match="mhc_mix"):
         mhc_mix(normal(2, 4, 6), fn, base[:-1], scale, iters=20, eps=1e-6, norm_eps=1e-6)
+    with pytest.raises(ShapeError, match="mhc_enter: norm_D"):
+        mhc_enter(normal(2, 4, 6), fn, base, scale, normal(5), **SETTINGS)
+    with pytest.raises(ShapeError, match="mhc_post: post_TM"):
+        mhc_across(normal(2, 6), normal(2, 4, 6), normal(3, 4), normal(2, 4, 4), fn, base, scale, normal(6), **SETTINGS)

@@ -16,6 +16,7 @@ from rollforward.kernels.errors import DtypeError, ShapeError
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.mhc.mix import mhc_enter, mhc_head, mhc_post
 from rollforward.kernels.mhc.mix_ref import mhc_head_ref, mhc_mix_ref, mhc_post_ref, mhc_pre_ref
+from rollforward.kernels.norm.rms_norm_ref import rms_norm_ref
 from tests.helpers.kernel_kit import near, repeats, rows_alone
 
 pytestmark = [
@@ -48,6 +49,7 @@ def problem(D: int, count: int, scale: float = 1.0) -> dict[str, Tensor]:
         "fn": normal(24, 4 * D) * (4 * D) ** -0.5,
         "base": normal(24),
         "scale": torch.tensor([0.7, 1.1, 1.6], device="cuda"),
+        "norm": normal(D),
         "grad": normal(count, 4, D).bfloat16(),
     }
 
@@ -58,14 +60,14 @@ def site(given: dict[str, Tensor], rows: Tensor, ours: bool = True) -> Outputs:
     rows = rows.to(given["f"].device)
     wide = torch.float32 if ours else torch.float64
     leaves = {name: given[name].to(dtype)[rows].requires_grad_() for name in ("streams", "f")}
-    leaves |= {name: given[name].to(wide).clone().requires_grad_() for name in ("fn", "base", "scale")}
+    leaves |= {name: given[name].to(wide).clone().requires_grad_() for name in ("fn", "base", "scale", "norm")}
     numbers = leaves["fn"], leaves["base"], leaves["scale"]
     if ours:
-        entered, post, comb = mhc_enter(leaves["streams"], *numbers, **SETTINGS)
+        entered, post, comb = mhc_enter(leaves["streams"], *numbers, leaves["norm"], **SETTINGS)
         out = mhc_post(leaves["f"] + entered, leaves["streams"], post, comb)
     else:
         pre, post, comb = mhc_mix_ref(leaves["streams"], *numbers, **SETTINGS)
-        entered = mhc_pre_ref(leaves["streams"], pre)
+        entered = rms_norm_ref(mhc_pre_ref(leaves["streams"], pre), leaves["norm"], 1e-6)
         out = mhc_post_ref(leaves["f"] + entered, leaves["streams"], post, comb)
     grads = torch.autograd.grad(out, list(leaves.values()), given["grad"].to(dtype)[rows])
     named = {"entered": entered, "post": post, "comb": comb, "out": out}
@@ -144,8 +146,8 @@ def test_no_tokens():
 
 def test_what_the_tile_form_does_not_take_is_named():
     given = problem(512, 5)
-    numbers = given["fn"], given["base"], given["scale"]
+    numbers = given["fn"], given["base"], given["scale"], given["norm"]
     with pytest.raises(DtypeError, match="streams_TMD is float32"):
         mhc_enter(given["streams"].float(), *numbers, **SETTINGS)
     with pytest.raises(ShapeError, match="must be a multiple of 256, at least 512"):
-        mhc_enter(given["streams"][..., :100], given["fn"][:, :400], *numbers[1:], **SETTINGS)
+        mhc_enter(given["streams"][..., :100], given["fn"][:, :400], *numbers[1:3], given["norm"][:100], **SETTINGS)
