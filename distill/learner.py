@@ -30,7 +30,7 @@ from rollforward.distill.schedule import TeacherPlan
 from rollforward.distill.teacher_files import fetch
 from rollforward.distill.teacher_source import TeacherSource, local_teacher
 from rollforward.distill.teachers import HeadShelf, TeacherScorer, TeacherShelf
-from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
+from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 from rollforward.model.collectives import RankGroups
@@ -315,9 +315,7 @@ def _check_alignment(shard: CachedShard, teacher_head_VE: Tensor, token_ids_R: T
         HiddenCacheError: it does not.
     """
     rows = torch.tensor(sorted({0, len(token_ids_R) // 2, len(token_ids_R) - 1}))
-    logprobs, _ = linear_token_logprob(
-        shard.hidden_RE[rows].float(), teacher_head_VE, token_ids_R[rows], temperature=1.0, chunk_tokens=CHUNK_TOKENS
-    )
+    logprobs, _ = linear_logprob(shard.hidden_RE[rows].float(), teacher_head_VE, token_ids_R[rows], temperature=1.0)
     wrong = (logprobs != shard.teacher_logprobs_R[rows]).nonzero()
     if len(wrong):
         row = int(wrong[0])

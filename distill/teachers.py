@@ -21,8 +21,7 @@ from torch import Tensor
 
 from rollforward.distill.teacher_source import TeacherSource
 from rollforward.distill.teacher_weights import ShardedTeacher, read_head
-from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
-from rollforward.kernels.loss.sweep import CHUNK_TOKENS
+from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.model.collectives import RankGroups
 from rollforward.model.scoring import ScoringBatch, scored_rows, target_hidden
 from rollforward.model.train_config import Precision
@@ -254,7 +253,5 @@ def _scored(
     transformer: Transformer, weights: ModelWeights, head_VE: Tensor, batch: ScoringBatch
 ) -> tuple[Tensor, Tensor]:
     hidden_RE = target_hidden(transformer, weights, replace(batch, routes_TLK=None))
-    logprobs_R, _ = linear_token_logprob(
-        hidden_RE, head_VE, batch.target_ids_T[scored_rows(batch)], temperature=1.0, chunk_tokens=CHUNK_TOKENS
-    )
+    logprobs_R, _ = linear_logprob(hidden_RE, head_VE, batch.target_ids_T[scored_rows(batch)], temperature=1.0)
     return hidden_RE, logprobs_R

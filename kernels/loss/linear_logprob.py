@@ -6,31 +6,31 @@ from torch import Tensor
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype
+from rollforward.kernels.errors import BackendError, ShapeError
 from rollforward.kernels.loss import vocab_sweep
-from rollforward.kernels.loss.linear_logprob_ref import linear_logprob_backward_ref, linear_logprob_ref
+from rollforward.kernels.loss.linear_logprob_ref import KeptSets, linear_logprob_backward_ref, linear_logprob_ref
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, head_VD, token_T, temperature):
-        ctx.save_for_backward(hidden_TD, head_VD, token_T)
-        ctx.temperature = temperature
-        return linear_logprob_ref(hidden_TD, head_VD, token_T, temperature, chunk_tokens=CHUNK_TOKENS)
+    def forward(ctx, hidden_TD, head_VD, token_T, temperature, kept, chunk_tokens):
+        ctx.save_for_backward(hidden_TD, head_VD, token_T, *(kept or ()))
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        return linear_logprob_ref(hidden_TD, head_VD, token_T, temperature, kept, chunk_tokens=chunk_tokens)
 
     @staticmethod
     def backward(ctx, grad_logprob_T, grad_entropy_T):
+        hidden_TD, head_VD, token_T, *kept = ctx.saved_tensors
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
-        hidden, head = linear_logprob_backward_ref(
-            *ctx.saved_tensors,
-            ctx.temperature,
-            grad_logprob_T,
-            grad_entropy_T,
-            chunk_tokens=CHUNK_TOKENS,
+        grads = linear_logprob_backward_ref(
+            *(hidden_TD, head_VD, token_T, ctx.temperature, KeptSets(*kept) if kept else None),
+            *(grad_logprob_T, grad_entropy_T),
+            chunk_tokens=ctx.chunk_tokens,
             needs_hidden=needs_hidden,
             needs_head=needs_head,
         )
-        return hidden, head, None, None
+        return *grads, None, None, None, None
 
 
 class _LinearLogprobTile(torch.autograd.Function):
@@ -65,33 +65,74 @@ class _LinearLogprobTile(torch.autograd.Function):
         return *grads, None, None
 
 
-def linear_logprob(hidden_TD: Tensor, head_VD: Tensor, token_T: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each row's token and the row's entropy, from hidden states and a head.
+def _checked_kept(op: str, token_T: Tensor, counts_T: Tensor | None, ids: Tensor | None, vocab: int) -> KeptSets | None:
+    if counts_T is None or ids is None:
+        if counts_T is not ids:
+            raise ShapeError(f"{op}: one of kept_counts_T and kept_ids is None. Give both, or neither.")
+        return None
+    bind_shapes(op, token_T=(token_T, "T"), kept_counts_T=(counts_T, "T"), kept_ids=(ids, "S"))
+    check_dtype(op, "kept_counts_T", counts_T, torch.int64)
+    check_dtype(op, "kept_ids", ids, torch.int64)
+    if not counts_T.is_cuda and not ids.is_cuda:  # else it would wait for the device
+        if int(counts_T.sum()) != len(ids):
+            raise ShapeError(f"{op}: kept_ids has {len(ids)} tokens; kept_counts_T sums to {int(counts_T.sum())}.")
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise ShapeError(f"{op}: kept_ids holds {int(ids.min())} to {int(ids.max())}; the head has {vocab} tokens.")
+    return KeptSets(counts_T, ids)
 
-        z = h W / temperature;  log p = z at the token - log sum exp z;  entropy = -sum p log p
+
+def linear_logprob(
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    token_T: Tensor,
+    *,
+    temperature: float,
+    kept_counts_T: Tensor | None = None,
+    kept_ids: Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each row's token and the row's entropy, from hidden states and a head, over the
+    whole vocabulary or over the row's kept set.
+
+        z = h W / temperature, -inf outside the kept set
+        log p = z at the token - log sum exp z;  entropy = -sum p log p
         dz = a (onehot - p) - b p (log p + entropy), a and b being the gradients of the two
 
     Args:
         hidden_TD: [T, D] float32 or float64; the tile form: bfloat16. Gets a gradient.
         head_VD: [V, D] of the same dtype. Gets a gradient.
-        token_T: int64 [T], the drawn or target token.
+        token_T: int64 [T], the drawn or target token, inside the kept set.
         temperature: > 0.
+        kept_counts_T: int64 [T], size of the set that the row's distribution is over; 0, and None for all, is the whole
+            vocabulary.
+        kept_ids: int64 [sum of kept_counts_T], the sets one after another, in [0, V); None as kept_counts_T.
+        chunk_tokens: >= 1. Memory is chunk_tokens * V numbers and a few temporaries of that size, whatever T. The tile
+            form has its own (`vocab_sweep`).
 
     Returns:
-        logprob_T (<= 0) and entropy_T (nats, >= 0 up to rounding), float32 in the tile form.
+        logprob_T (<= 0) and entropy_T (nats, >= 0 up to rounding), of the dtype of the hidden states; float32 in the
+        tile form.
 
     Raises:
-        ShapeError: letters disagree. DtypeError: a dtype is none of these.
+        ShapeError: letters disagree, or kept sets that lie on the CPU are not what they say. DtypeError: a dtype is
+        none of these.
 
-    Invariants: logits are made twice, for the value and for the gradient, a chunk of tokens at a time, and are float32
-    in both forms. A row's values and its gradient of the hidden state are row-invariant; the head's gradient sums over
-    tokens in a fixed order. Rows whose two gradients are 0 are not looked at by the gradient, whatever they hold.
+    Invariants: bit-equal, in the reference form and with autograd on or off, to `token_logprob` of `row_linear(hidden,
+    head)` with -inf outside the kept set; chunk, order and the other rows have no say. Logits are made twice, for the
+    value and for the gradient, a chunk of tokens at a time, and are float32 in both forms. The gradient of a row's
+    hidden state is row-invariant; the head's sums over tokens in a fixed order. A token outside a kept set gets no
+    gradient from its row. Rows whose two gradients are 0 are not looked at by the gradient, whatever they hold.
     Source: docs/design.md, P3.
     """
-    bind_shapes("linear_logprob", hidden_TD=(hidden_TD, "T D"), head_VD=(head_VD, "V D"), token_T=(token_T, "T"))
+    op = "linear_logprob"
+    bind_shapes(op, hidden_TD=(hidden_TD, "T D"), head_VD=(head_VD, "V D"), token_T=(token_T, "T"))
+    check_dtype(op, "token_T", token_T, torch.int64)
+    kept = _checked_kept(op, token_T, kept_counts_T, kept_ids, len(head_VD))
     if dispatch.is_tile("linear_logprob"):
-        vocab_sweep.check_operands("linear_logprob", hidden_TD=hidden_TD, head_VD=head_VD)
+        if kept is not None:
+            raise BackendError("linear_logprob: the tile form takes no kept sets. Use reference.")
+        vocab_sweep.check_operands(op, hidden_TD=hidden_TD, head_VD=head_VD)
         return _LinearLogprobTile.apply(hidden_TD, head_VD, token_T.int(), temperature)
-    check_dtype("linear_logprob", "hidden_TD", hidden_TD, torch.float32, torch.float64)
-    check_dtype("linear_logprob", "head_VD", head_VD, hidden_TD.dtype)
-    return _LinearLogprob.apply(hidden_TD, head_VD, token_T, temperature)
+    check_dtype(op, "hidden_TD", hidden_TD, torch.float32, torch.float64)
+    check_dtype(op, "head_VD", head_VD, hidden_TD.dtype)
+    return _LinearLogprob.apply(hidden_TD, head_VD, token_T, temperature, kept, chunk_tokens)

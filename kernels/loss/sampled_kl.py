@@ -43,8 +43,8 @@ def sampled_kl(
     Raises:
         ShapeError: letters disagree. DtypeError: a dtype is none of these.
 
-    Invariants: those of `reverse_kl`. Exactly 0 where the teacher's log-prob has the bits that `linear_token_logprob`
-    gives the student.
+    Invariants: those of `reverse_kl`. Exactly 0 where the teacher's log-prob has the bits that `linear_logprob` gives
+    the student.
     Source: the estimator is k1 with a policy gradient; the baseline is vOPD's (arXiv 2605.07865).
     """
     arguments = {"token_T": token_T, "teacher_logprob_T": teacher_logprob_T, "row_weight_T": row_weight_T}

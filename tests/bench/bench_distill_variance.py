@@ -35,7 +35,7 @@ from torch import Tensor
 from rollforward.conf.recipe import load_recipe
 from rollforward.distill.config import DistillLoss, ReverseKL, SampledToken
 from rollforward.distill.losses import DistillInputs, DistillOutput, distill_loss
-from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
+from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.model.config import preset
 from rollforward.model.encoding import ChatEncoding
 from rollforward.model.init import fresh_params
@@ -223,7 +223,7 @@ class Bench:
     def loss(self, estimator: str, batch: MiniBatch, hidden_RD: Tensor, token_R: Tensor) -> DistillOutput:
         """The estimator's loss of some tokens at the rows, a mean over them."""
         teacher_head_VE, rows = self.teacher.weights.head, len(token_R)
-        teacher_logprobs_R, _ = linear_token_logprob(batch.teacher_hidden_RE, teacher_head_VE, token_R)
+        teacher_logprobs_R, _ = linear_logprob(batch.teacher_hidden_RE, teacher_head_VE, token_R, temperature=1.0)
         inputs = DistillInputs(
             teacher="teacher",
             hidden_RD=hidden_RD,

@@ -13,8 +13,8 @@ import torch
 from rollforward.distill.config import DistillLoss, ForwardKL, JensenShannon, ReverseKL, SampledToken
 from rollforward.distill.losses import DistillInputs, distill_loss
 from rollforward.kernels.errors import ShapeError
-from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
 from rollforward.kernels.loss.divergence import forward_kl, jensen_shannon
+from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
 from rollforward.model.metrics import merge_metrics, metric_values
@@ -47,7 +47,7 @@ def random_inputs(rows: int, *, dtype=torch.float64, vocab: int = 37, num_trajec
         head_VD=normal(vocab, 8).requires_grad_(True),
         teacher_hidden_RE=teacher_hidden,
         teacher_head_VE=teacher_head,
-        teacher_logprobs_R=linear_token_logprob(teacher_hidden, teacher_head, token)[0],
+        teacher_logprobs_R=linear_logprob(teacher_hidden, teacher_head, token, temperature=1.0)[0],
         token_ids_R=token,
         row_weight_R=torch.where(torch.arange(rows) % 3 == 2, 0, weight),
         trajectory_R=torch.arange(rows) * num_trajectories // rows,
@@ -57,7 +57,7 @@ def random_inputs(rows: int, *, dtype=torch.float64, vocab: int = 37, num_trajec
 
 def taught_by_itself(inputs: DistillInputs) -> DistillInputs:
     hidden, head = inputs.hidden_RD.detach(), inputs.head_VD.detach()
-    logprob, _ = linear_token_logprob(hidden, head, inputs.token_ids_R)
+    logprob, _ = linear_logprob(hidden, head, inputs.token_ids_R, temperature=1.0)
     return msgspec.structs.replace(inputs, teacher_hidden_RE=hidden, teacher_head_VE=head, teacher_logprobs_R=logprob)
 
 

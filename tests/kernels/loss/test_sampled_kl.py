@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollforward.kernels.errors import DtypeError, ShapeError
-from rollforward.kernels.loss.chunked_logprob import linear_token_logprob
+from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from rollforward.kernels.loss.sampled_kl import sampled_kl
 from tests.helpers.bits import different_bits, torch_threads
@@ -85,7 +85,7 @@ def test_on_average_it_is_the_reverse_kl_and_its_gradient(vocab, baseline):
     mean = [torch.zeros_like(one) for one in (loss, kl, *exact)]
     for drawn in range(vocab):
         token = torch.full((5,), drawn)
-        teacher_logprob, _ = linear_token_logprob(teacher_hidden, teacher_head, token)
+        teacher_logprob, _ = linear_logprob(teacher_hidden, teacher_head, token, temperature=1.0)
         # The probability of the draw as a weight: each row has its own.
         draw = (hidden, head, token, teacher_logprob, weight * probs[:, drawn])
         loss_part, ratio, grad_hidden, grad_head = value_and_gradients(sampled_kl, draw, **options)
@@ -97,7 +97,7 @@ def test_on_average_it_is_the_reverse_kl_and_its_gradient(vocab, baseline):
 
 def test_a_teacher_that_is_the_student():
     hidden, head, token, _, weight, _ = (one.float() if one.is_floating_point() else one for one in problem(40))
-    teacher_logprob, _ = linear_token_logprob(hidden, head, token)
+    teacher_logprob, _ = linear_logprob(hidden, head, token, temperature=1.0)
     for one in value_and_gradients(sampled_kl, (hidden, head, token, teacher_logprob, weight)):
         assert not one.any()
 
@@ -105,7 +105,7 @@ def test_a_teacher_that_is_the_student():
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_a_teacher_shifted_by_one_is_another(num_tokens):
     hidden, head, token, _, weight, _ = problem(num_tokens + 1)
-    teacher_logprob, _ = linear_token_logprob(hidden, head, token)
+    teacher_logprob, _ = linear_logprob(hidden, head, token, temperature=1.0)
     _, ratio = sampled_kl(hidden[1:], head, token[1:], teacher_logprob[:-1], weight[1:])
     assert bool((ratio.abs() > 1e-3).all())
 
