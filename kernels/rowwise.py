@@ -103,6 +103,9 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Gather rows of the first dimension; x [N, ...], int64 index [...] -> [index shape, ...].
 
-    Same values as ``x[index]``, whose gradient adds rows in an order that changes from run to run; this one repeats.
+    The gradient adds rows in an order that repeats: that of ``x[index]`` does on a GPU and changes from run to run on a
+    CPU, that of ``index_select`` the other way round.
     """
+    if x.is_cuda:
+        return x[index]
     return x.index_select(0, index.reshape(-1)).reshape(*index.shape, *x.shape[1:])

@@ -50,18 +50,23 @@ def sequence_balance_loss(
             f"sequence_lengths {list(sequence_lengths)} sum to {sum(sequence_lengths)}, the batch has {num_tokens}"
             " tokens; give the lengths of this batch"
         )
-    length_B = torch.tensor(sequence_lengths)
+    device = scores_TE.device
+    length_B = torch.tensor(sequence_lengths, device=device)
     sequence_T = torch.repeat_interleave(length_B)
-    experts_TK = select_experts(scores_TE.float(), torch.zeros(num_experts), k=k)
+    experts_TK = select_experts(scores_TE.float(), torch.zeros(num_experts, device=device), k=k)
     flat_TK = (sequence_T * num_experts).unsqueeze(1) + experts_TK
     count_BE = torch.bincount(flat_TK.flatten(), minlength=len(length_B) * num_experts).view(-1, num_experts)
     length_B1 = length_B.to(scores_TE.dtype).unsqueeze(1)
     load_BE = count_BE.to(scores_TE.dtype) * num_experts / (k * length_B1)
     # As in the weights of the chosen experts: where all scores have underflowed, 0 / 0 must not reach the loss.
     share_TE = scores_TE / (row_sum(scores_TE) + 1e-20)
-    mean_BE = scores_TE.new_zeros(count_BE.shape).index_add(0, sequence_T, share_TE) / length_B1
+    if scores_TE.is_cuda:  # whose index_add adds in an order that changes
+        sum_BE = torch.stack([part_NE.sum(0) for part_NE in share_TE.split(list(sequence_lengths))])
+    else:
+        sum_BE = scores_TE.new_zeros(count_BE.shape).index_add(0, sequence_T, share_TE)
+    mean_BE = sum_BE / length_B1
     loss_B = row_sum(load_BE * mean_BE).squeeze(1)
-    return (loss_B * torch.tensor(sequence_weights, dtype=scores_TE.dtype)).sum()
+    return (loss_B * torch.tensor(sequence_weights, dtype=scores_TE.dtype, device=device)).sum()
 
 
 @torch.no_grad()

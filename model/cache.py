@@ -200,7 +200,12 @@ def cache_bytes(config: ModelConfig, *, packed: bool, block_multiple: int = 1) -
 
 
 def allocate_cache(
-    config: ModelConfig, *, num_slots: int, num_blocks: int, block_multiple: int = 1
+    config: ModelConfig,
+    *,
+    num_slots: int,
+    num_blocks: int,
+    block_multiple: int = 1,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Allocate zeroed storage for every plane: [slots or blocks, rows, width] float32.
 
@@ -209,10 +214,11 @@ def allocate_cache(
         num_slots: sequences that may be in flight, >= 1.
         num_blocks: blocks including the reserved block 0, >= 1.
         block_multiple: see ``block_tokens``.
+        device: that of the weights.
     """
     units = {"state": num_slots, "block": num_blocks}
     planes = cache_planes(config, block_multiple=block_multiple)
-    return {plane.name: torch.zeros(units[plane.kind], plane.rows, plane.width) for plane in planes}
+    return {plane.name: torch.zeros(units[plane.kind], plane.rows, plane.width, device=device) for plane in planes}
 
 
 class CacheView:

@@ -103,7 +103,7 @@ class Routing:
 
         0 where no sequences were given or no layer has a choice.
         """
-        total = torch.zeros(())
+        total = torch.zeros((), device=self._balance[0].device if self._balance else None)
         for part in self._balance:
             total = total + part
         return total
@@ -138,7 +138,7 @@ def _known(recorded_TK: Tensor, live_TK: Tensor) -> Tensor:
         raise ModelInputError(
             f"routes of {len(recorded_TK)} tokens for a batch of {len(live_TK)}; give one row for each"
         )
-    recorded_TK = recorded_TK.long()
+    recorded_TK = recorded_TK.to(live_TK)
     return torch.where((recorded_TK >= 0).all(1, keepdim=True), recorded_TK, live_TK)
 
 

@@ -1,11 +1,15 @@
-"""Log-probs of given tokens under a model: what a learner computes with grad and a frozen reference without."""
+"""Log-probs of given tokens under a model: what a learner computes with grad, a frozen reference without, and an engine
+of what it drew."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rollforward.kernels import dispatch
 from rollforward.kernels.linear.row_linear import row_linear
+from rollforward.kernels.loss.linear_logprob import linear_logprob
+from rollforward.kernels.loss.linear_logprob_ref import KeptSets, outside_kept_ref
 from rollforward.kernels.loss.logprob import token_logprob
 from rollforward.model.routing import Routing
 from rollforward.model.transformer import Transformer, packed_batch
@@ -52,7 +56,7 @@ def target_hidden(
     streams_TMD = transformer.streams(
         weights, batch.token_ids_T, packed_batch(config, batch.sequence_lengths), routing=routing
     )
-    return transformer.hidden(weights, streams_TMD.index_select(0, scored_rows(batch)))
+    return transformer.hidden(weights, streams_TMD.index_select(0, scored_rows(batch).to(streams_TMD.device)))
 
 
 def target_logprobs(
@@ -83,7 +87,8 @@ def target_logprobs(
     rows_R = scored_rows(batch)
     hidden_RD = target_hidden(transformer, weights, batch, routing=routing)
     logprob_R, entropy_R = _rows_logprobs(weights.head, hidden_RD, rows_R, batch, temperature)
-    zeros_T = torch.zeros(batch.token_ids_T.shape)
+    zeros_T = logprob_R.new_zeros(batch.token_ids_T.shape)
+    rows_R = rows_R.to(zeros_T.device)
     return zeros_T.index_copy(0, rows_R, logprob_R), zeros_T.index_copy(0, rows_R, entropy_R)
 
 
@@ -110,22 +115,61 @@ def hidden_logprobs(
     return logprob_R, entropy_R
 
 
+def head_logprobs(
+    head_VD: Tensor,
+    hidden_ND: Tensor,
+    token_N: Tensor,
+    *,
+    temperature: float,
+    kept: KeptSets | None = None,
+    logits_NV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of tokens and the entropies of the rows that they were drawn from: what the learner trains
+    on and what engines log, in the form of ``linear_logprob`` that this process runs.
+
+    Args:
+        head_VD: [V, D] float32, of BF16 values in native mode.
+        hidden_ND: [N, D] float32, of the same device and likewise; from ``Transformer.hidden``.
+        token_N: int64 [N], inside the kept sets; on any device.
+        temperature: divides the logits, > 0.
+        kept: the sets that the rows were drawn from; None is the whole vocabulary for all.
+        logits_NV: what ``Transformer.logits`` makes of ``hidden_ND``, where the caller has it: the reference makes it
+            anew otherwise. The tile form does not look at it.
+
+    Returns:
+        Log-probs (<= 0) and entropies in nats, [N] float32 each, with gradients of head and hidden vectors.
+
+    Invariants: row-invariant, with autograd on or off, in both forms; so equal rows have equal bits in learner and
+    engine.
+    """
+    token_N = token_N.to(hidden_ND.device)
+    kept = None if kept is None else KeptSets(*(one.to(hidden_ND.device) for one in kept))
+    if dispatch.is_tile("linear_logprob"):
+        counts_N, kept_ids = (None, None) if kept is None else kept
+        return linear_logprob(
+            hidden_ND, head_VD, token_N, temperature=temperature, kept_counts_T=counts_N, kept_ids=kept_ids
+        )
+    if logits_NV is None:
+        logits_NV = row_linear(hidden_ND, head_VD)
+    if kept is not None:
+        logits_NV = logits_NV.masked_fill(
+            outside_kept_ref(kept, torch.arange(len(token_N), device=token_N.device), len(head_VD)), -torch.inf
+        )
+    return token_logprob(logits_NV, token_N, temperature=temperature)
+
+
 def _rows_logprobs(
     head_VD: Tensor, hidden_ND: Tensor, rows_N: Tensor, batch: ScoringBatch, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets of some scored rows, over the sets they were drawn from, and entropies: [N] each."""
-    logits_NV = row_linear(hidden_ND, head_VD)
-    if batch.kept_counts_T is not None and batch.kept_ids is not None:
-        outside_NV = _outside_kept(batch.kept_counts_T, batch.kept_ids, rows_N, head_VD.shape[0])
-        logits_NV = logits_NV.masked_fill(outside_NV, -torch.inf)
-    return token_logprob(logits_NV, batch.target_ids_T[rows_N], temperature=temperature)
+    kept = _kept_of_rows(batch, rows_N)
+    return head_logprobs(head_VD, hidden_ND, batch.target_ids_T[rows_N], temperature=temperature, kept=kept)
 
 
-def _outside_kept(counts_T: Tensor, kept_ids: Tensor, rows_R: Tensor, vocab_size: int) -> Tensor:
-    """Return bool [R, V], True where a row's kept set leaves the token out."""
-    rank_T = torch.full_like(counts_T, -1).index_copy(0, rows_R, torch.arange(len(rows_R)))
-    rank_of_id = rank_T.repeat_interleave(counts_T)
-    is_scored = rank_of_id >= 0
-    outside_RV = (counts_T[rows_R] > 0).unsqueeze(1).repeat(1, vocab_size)
-    outside_RV[rank_of_id[is_scored], kept_ids[is_scored]] = False
-    return outside_RV
+def _kept_of_rows(batch: ScoringBatch, rows_N: Tensor) -> KeptSets | None:
+    """The kept sets of some rows, which ascend."""
+    if batch.kept_counts_T is None or batch.kept_ids is None:
+        return None
+    is_wanted_T = torch.zeros_like(batch.kept_counts_T, dtype=torch.bool)
+    is_wanted_T[rows_N] = True
+    return KeptSets(batch.kept_counts_T[rows_N], batch.kept_ids[is_wanted_T.repeat_interleave(batch.kept_counts_T)])

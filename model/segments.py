@@ -8,8 +8,8 @@ Reductions over keys run in absolute tiles of 64 (a token's tile is its position
 a query's order of sums is a function of its own position alone. Queries are multiplied in groups of up to 16 of one
 sequence, which share their key tiles; a row's bits do not depend on its group.
 
-Here: index records, in numpy, computed once per forward. Not here: storage (``cache.py``), arithmetic
-(``attention.py``).
+Here: index records, in numpy, computed once per forward and copied to the device that reads them. Not here: storage
+(``cache.py``), arithmetic (``attention.py``).
 """
 
 from collections.abc import Sequence
@@ -82,12 +82,13 @@ class SegmentBatch:
     Immutable. Tokens of all segments lie flat, in the order of the segments.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, window: int) -> None:
+    def __init__(self, segments: Sequence[Segment], *, window: int, device: torch.device | str = "cpu") -> None:
         """Check the segments and lay their tokens out.
 
         Args:
             segments: at least one; each of length >= 1. All have a cache slot or none has.
             window: sliding_window, in tokens.
+            device: where the indices are read.
 
         Raises:
             ModelInputError: for an empty batch, a length < 1, a start > 0 without a cache, segments with and without a
@@ -107,7 +108,7 @@ class SegmentBatch:
                     "tokens before it are unknown. Give the slot that holds them, or start at 0."
                 )
         self.segments = tuple(segments)
-        self.window = window
+        self.window, self.device = window, torch.device(device)
         self.has_cache = self.segments[0].slot >= 0
         if any((segment.slot >= 0) != self.has_cache for segment in self.segments):
             raise ModelInputError("some segments have a cache slot and some have none; use one kind per forward")
@@ -118,6 +119,13 @@ class SegmentBatch:
         self._end = self._start + self._length
         self._offset = np.concatenate(([0], np.cumsum(self._length)))
         self._build_groups()
+
+    def on(self, device: torch.device) -> "SegmentBatch":
+        """Return this batch with its indices on a device; itself where they are there."""
+        return self if device == self.device else SegmentBatch(self.segments, window=self.window, device=device)
+
+    def _index(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
 
     def _check_owners(self) -> None:
         slots = [segment.slot for segment in self.segments]
@@ -150,26 +158,30 @@ class SegmentBatch:
     @cached_property
     def segment_T(self) -> Tensor:
         """int64 [T]: the segment of every token."""
-        return torch.from_numpy(np.repeat(np.arange(len(self.segments)), self._length))
+        return self._index(self._segment)
 
     @cached_property
     def position_T(self) -> Tensor:
         """int64 [T]: the position of every token in its own sequence."""
-        return torch.from_numpy(self._position)
+        return self._index(self._position)
 
     @cached_property
     def last_token_B(self) -> Tensor:
         """int64 [B]: index of the last token of every segment."""
-        return torch.from_numpy(self._offset[1:] - 1)
+        return self._index(self._offset[1:] - 1)
 
     @cached_property
     def slot_B(self) -> Tensor:
         """int64 [B]: cache slot of every segment."""
-        return torch.tensor([segment.slot for segment in self.segments])
+        return self._index(self._slot)
+
+    @property
+    def _slot(self) -> np.ndarray:
+        return np.array([segment.slot for segment in self.segments])
 
     def _build_groups(self) -> None:
         """Group queries by (segment, absolute block of positions): the members of a group share their key tiles."""
-        segment = np.repeat(np.arange(len(self.segments)), self._length)
+        self._segment = segment = np.repeat(np.arange(len(self.segments)), self._length)
         self._position = np.arange(self.num_tokens) - self._offset[segment] + self._start[segment]
         block = self._position // _QUERY_BLOCK
         new_group = np.ones(self.num_tokens, dtype=bool)
@@ -184,8 +196,8 @@ class SegmentBatch:
         query_GQ[group_T, rank_T] = np.arange(self.num_tokens)
         padded_position = np.concatenate((self._position, [-1]))
         self._query_position_GQ = padded_position[query_GQ]
-        self.query_GQ = torch.from_numpy(query_GQ)
-        self.row_T = torch.from_numpy(group_T * num_queries + rank_T)
+        self.query_GQ = self._index(query_GQ)
+        self.row_T = self._index(group_T * num_queries + rank_T)
 
     @cached_property
     def window_index(self) -> WindowIndex:
@@ -205,7 +217,7 @@ class SegmentBatch:
         query = self._query_position_GQ[:, :, None]
         key = position_GS[:, None, :]
         visible = (key >= 0) & (key <= query) & (key > query - self.window)
-        return WindowIndex(key_GS=torch.from_numpy(key_GS), visible_GQS=torch.from_numpy(visible))
+        return WindowIndex(key_GS=self._index(key_GS), visible_GQS=self._index(visible))
 
     def entry_index(self, ratio: int, *, overlap: bool, entries_per_block: int = 0) -> EntryIndex:
         """Index the entries of a compression ratio.
@@ -239,12 +251,12 @@ class SegmentBatch:
         key_GS = self._entry_keys(ordinal_S, group_last, first, count, entries_per_block)
         visible = (ordinal_S + 1) * ratio - 1 <= self._query_position_GQ[:, :, None]
         return EntryIndex(
-            raw_EL=torch.from_numpy(raw_EL),
-            position_E=torch.from_numpy(ordinal_E * ratio),
-            ordinal_E=torch.from_numpy(ordinal_E),
-            segment_E=torch.from_numpy(segment_E),
-            key_GS=torch.from_numpy(key_GS),
-            visible_GQS=torch.from_numpy(visible),
+            raw_EL=self._index(raw_EL),
+            position_E=self._index(ordinal_E * ratio),
+            ordinal_E=self._index(ordinal_E),
+            segment_E=self._index(segment_E),
+            key_GS=self._index(key_GS),
+            visible_GQS=self._index(visible),
         )
 
     def _entry_keys(
@@ -267,13 +279,12 @@ class SegmentBatch:
     def entry_rows(self, index: EntryIndex, entries_per_block: int) -> Tensor:
         """Return the row in the flattened blocks where each new entry is stored. int64 [E]."""
         table = self._block_table()
-        ordinal = index.ordinal_E.numpy()
-        block = table[index.segment_E.numpy(), ordinal // entries_per_block]
-        return torch.from_numpy(block * entries_per_block + ordinal % entries_per_block)
+        ordinal = index.ordinal_E.numpy(force=True)
+        block = table[index.segment_E.numpy(force=True), ordinal // entries_per_block]
+        return self._index(block * entries_per_block + ordinal % entries_per_block)
 
     def ring_rows(self, size: int) -> tuple[Tensor, Tensor]:
         """Return (token index, row in the flattened rings) of the last ``size`` tokens of every segment. int64 each."""
-        segment = self.segment_T.numpy()
-        kept = np.flatnonzero(self._position >= self._end[segment] - size)
-        slot = self.slot_B.numpy()[segment[kept]]
-        return torch.from_numpy(kept), torch.from_numpy(slot * size + self._position[kept] % size)
+        kept = np.flatnonzero(self._position >= self._end[self._segment] - size)
+        slot = self._slot[self._segment[kept]]
+        return self._index(kept), self._index(slot * size + self._position[kept] % size)

@@ -1,18 +1,24 @@
 """DeepSeek-V4 forward: embedding, hyper-connected blocks, head; and the multi-token-prediction module.
 
 One forward serves decode, chunked prefill and packed training: see ``segments.py``. ``Model`` is what users hold.
+
+A forward works where its weights are. Where hyper-connections run in their tile form, the residual streams are BF16 on
+the GPU, also when the weights are on the CPU: then what goes into a sublayer and comes out of it is copied.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from rollforward.kernels import dispatch
 from rollforward.kernels.linear.row_linear import row_linear
-from rollforward.kernels.mhc.mix import mhc_head, mhc_mix, mhc_post, mhc_pre
+from rollforward.kernels.mhc.mix import mhc_across, mhc_enter, mhc_head, mhc_post
 from rollforward.kernels.norm.rms_norm import rms_norm
 from rollforward.model.attention import AttentionContext, attention
 from rollforward.model.cache import CacheView
@@ -65,13 +71,16 @@ class Transformer:
 
         Args:
             weights: values of this mode's formats.
-            token_T: int64 [T], flat in the order of the batch's segments, each in [0, vocab_size).
+            token_T: int64 [T], flat in the order of the batch's segments, each in [0, vocab_size); on any device, and
+                so is the batch.
             batch: which tokens they are.
-            storage: cache storage; needed when a segment starts after 0, then read and extended.
+            storage: cache storage, on the weights' device; needed when a segment starts after 0, then read and
+                extended.
             routing: replays recorded experts and holds those that were visited; None where nobody asks.
 
         Returns:
-            [T, M, D] float32: the residual streams after the last block, before the head mix.
+            [T, M, D] float32 (``mix`` as tile: bfloat16): the residual streams after the last block, before the head
+            mix.
 
         Raises:
             ModelInputError: for ids outside the vocabulary, a count that does not match the batch, or slots without
@@ -81,8 +90,9 @@ class Transformer:
         the same forward visited changes no bit, of values and gradients.
         """
         self._check_tokens(token_T, batch)
+        token_T, batch = token_T.to(weights.embed.device), batch.on(weights.embed.device)
         context = self._context(batch, storage)
-        embedded_TD = functional.embedding(token_T, weights.embed)
+        embedded_TD = _as_streams(functional.embedding(token_T, weights.embed))
         streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         # Not with a cache: a second pass would write it again.
         recompute = self._recompute and storage is None and torch.is_grad_enabled()
@@ -103,8 +113,8 @@ class Transformer:
         return streams_TMD
 
     def hidden(self, weights: ModelWeights, streams_TMD: Tensor) -> Tensor:
-        """Merge the streams and apply the final norm: the vector that the head reads. [T, M, D] -> [T, D] float32, of
-        BF16 values in native mode."""
+        """Merge the streams and apply the final norm: the vector that the head reads. [T, M, D] -> [T, D] float32, on
+        the weights' device, of BF16 values in native mode."""
         return self._head_input(weights.head_mix, streams_TMD, weights.norm)
 
     def logits(self, weights: ModelWeights, hidden_TD: Tensor) -> Tensor:
@@ -118,12 +128,12 @@ class Transformer:
 
         Args:
             weights: with an ``mtp`` record.
-            streams_TMD: [T, M, D] float32, trunk streams (or this module's own, to draft further).
+            streams_TMD: [T, M, D], trunk streams (or this module's own, to draft further).
             next_token_T: int64 [T], the token after each position.
             batch: segments that start at 0; T tokens.
 
         Returns:
-            [T, M, D] float32, before the module's own head.
+            [T, M, D] of the same kind, before the module's own head.
         """
         mtp = weights.mtp
         if mtp is None:
@@ -131,13 +141,14 @@ class Transformer:
                 "the model has no MTP module (num_nextn_predict_layers is 0); load a checkpoint with mtp.0.* tensors"
             )
         self._check_tokens(next_token_T, batch)
+        next_token_T, batch = next_token_T.to(weights.embed.device), batch.on(weights.embed.device)
         context = self._context(batch, None)
         eps, quantise = self.config.rms_norm_eps, self.numerics.gemm_input
         embedded_TD = rms_norm(functional.embedding(next_token_T, weights.embed), mtp.enorm, eps=eps)
         from_token_TD = row_linear(quantise(embedded_TD), mtp.e_proj)
-        normed = rms_norm(streams_TMD, mtp.hnorm, eps=eps).flatten(0, 1)
+        normed = rms_norm(streams_TMD.to(mtp.hnorm), mtp.hnorm, eps=eps).flatten(0, 1)
         from_streams = row_linear(quantise(normed), mtp.h_proj).view_as(streams_TMD)
-        merged = from_token_TD.unsqueeze(1) + from_streams
+        merged = _as_streams(from_token_TD.unsqueeze(1) + from_streams)
         return self._block(mtp.block, merged, next_token_T, self.config.num_hidden_layers, context)
 
     def mtp_logits(self, weights: ModelWeights, mtp_streams_TMD: Tensor) -> Tensor:
@@ -172,22 +183,11 @@ class Transformer:
         cache = None if storage is None else CacheView(storage, batch)
         return AttentionContext(self.config, self.numerics, self._tables, batch, cache)
 
-    def _mix(self, mix: MixWeights, streams_TMD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        return mhc_mix(
-            streams_TMD,
-            mix.fn,
-            mix.base,
-            mix.scale,
-            iters=config.hc_sinkhorn_iters,
-            eps=config.hc_eps,
-            norm_eps=config.rms_norm_eps,
-        )
-
     def _head_input(self, mix: MixWeights, streams_TMD: Tensor, norm: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps
-        merged_TD = mhc_head(streams_TMD, mix.fn, mix.base, mix.scale, eps=self.config.hc_eps, norm_eps=eps)
-        return self.numerics.head_input(rms_norm(merged_TD, norm, eps=eps))
+        numbers = (one.to(streams_TMD.device) for one in (mix.fn, mix.base, mix.scale))
+        merged_TD = mhc_head(streams_TMD, *numbers, eps=self.config.hc_eps, norm_eps=eps)
+        return self.numerics.head_input(rms_norm(merged_TD.to(norm), norm, eps=eps))
 
     def _block(
         self,
@@ -198,35 +198,55 @@ class Transformer:
         context: AttentionContext,
         router: Router | None = None,
     ) -> Tensor:
-        eps = self.config.rms_norm_eps
-        pre, post, comb = self._mix(block.attn_mix, streams_TMD)
-        normed_TD = rms_norm(mhc_pre(streams_TMD, pre), block.attn_norm, eps=eps)
-        streams_TMD = mhc_post(attention(block.attn, normed_TD, layer, context), streams_TMD, post, comb)
-        pre, post, comb = self._mix(block.ffn_mix, streams_TMD)
-        normed_TD = rms_norm(mhc_pre(streams_TMD, pre), block.ffn_norm, eps=eps)
-        output_TD = moe(block.ffn, normed_TD, token_T, self.config, self.numerics, router=router)
-        return mhc_post(output_TD, streams_TMD, post, comb)
+        config, device = self.config, streams_TMD.device
+        constants: dict[str, Any] = {
+            "iters": config.hc_sinkhorn_iters,
+            "eps": config.hc_eps,
+            "norm_eps": config.rms_norm_eps,
+        }
+        site = _site(block.attn_mix, block.attn_norm, device)
+        normed_TD, post, comb = mhc_enter(streams_TMD, *site, **constants)
+        output_TD = attention(block.attn, normed_TD.to(block.attn_norm), layer, context)
+        site = _site(block.ffn_mix, block.ffn_norm, device)
+        streams_TMD, normed_TD, post, comb = mhc_across(
+            output_TD.to(device), streams_TMD, post, comb, *site, **constants
+        )
+        output_TD = moe(block.ffn, normed_TD.to(block.ffn_norm), token_T, config, self.numerics, router=router)
+        return mhc_post(output_TD.to(device), streams_TMD, post, comb)
+
+
+def _as_streams(x: Tensor) -> Tensor:
+    """Values as residual streams hold them."""
+    return x.to(x.device if x.is_cuda else "cuda", torch.bfloat16) if dispatch.is_tile("mix") else x
+
+
+def _site(mix: MixWeights, norm: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The numbers of the way into a sublayer, where the streams are."""
+    return mix.fn.to(device), mix.base.to(device), mix.scale.to(device), norm.to(device)
 
 
 class Model:
     """A transformer together with its weights, for evaluation and inspection."""
 
-    def __init__(self, config: ModelConfig, named: Mapping[str, Tensor], *, precision: Precision) -> None:
-        """Build a model from canonical fp32 tensors; in native mode they pass through their published formats."""
+    def __init__(
+        self, config: ModelConfig, named: Mapping[str, Tensor], *, precision: Precision, device: str = "cpu"
+    ) -> None:
+        """Build a model from canonical fp32 tensors; in native mode they pass through their published formats, and then
+        to the device, where forwards work."""
         self.config = config
         self.transformer = Transformer(config, precision)
         values = published_tensors(config, named) if precision == "native" else named
-        self.weights = build_weights(config, values)
+        self.weights = build_weights(config, {name: value.to(device) for name, value in values.items()})
 
     @torch.no_grad()
     def logits(self, token_ids_BT: Tensor) -> Tensor:
         """Return next-token logits for every position.
 
         Args:
-            token_ids_BT: int64 [B, T], T >= 1; every row is a sequence from position 0, no padding.
+            token_ids_BT: int64 [B, T], T >= 1; every row is a sequence from position 0, no padding; on any device.
 
         Returns:
-            [B, T, V] float32.
+            [B, T, V] float32, on the model's device.
 
         Raises:
             ModelInputError: for another shape or ids outside the vocabulary.
@@ -267,15 +287,20 @@ def load_model(directory: str | Path, *, precision: Precision, device: str = "cp
         directory: holds config.json and one *.safetensors file or an index with shards. Plain BF16/FP32 tensors are
             accepted wherever the official file has quantised ones.
         precision: ``fp32`` (quantisation off) or ``native``.
-        device: ``cpu``.
+        device: where its weights lie and its forward works: ``cpu``, ``cuda`` or ``cuda:0``.
 
     Raises:
         ModelError: naming the tensor, key or value at fault.
 
     Example: load_model("runs/sft/model", precision="native").logits(torch.tensor([[0, 5, 7]])).shape == (1, 3, V)
     """
-    if device != "cpu":
-        raise ModelInputError(f"device is {device!r}; this version computes on 'cpu' only. Set device=cpu.")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ModelInputError(f"device is {device!r}; a model works on 'cpu', 'cuda' or 'cuda:N'. Set one of them.")
+    number = int(device.partition(":")[2] or 0)
+    if device != "cpu" and number >= torch.cuda.device_count():
+        raise ModelInputError(
+            f"device is {device!r}; this machine has {torch.cuda.device_count()} CUDA devices. Set device='cpu'."
+        )
     Numerics(precision)  # refuses an unknown mode before files are read
     config = load_checkpoint_config(Path(directory))
-    return Model(config, read_checkpoint(Path(directory), config), precision=precision)
+    return Model(config, read_checkpoint(Path(directory), config), precision=precision, device=device)

@@ -19,7 +19,7 @@ def ordered_key(score: Tensor) -> Tensor:
 def _stable_key(score: Tensor) -> Tensor:
     """Return distinct int64 keys over the last dim: score in the high half, inverted index in the low half."""
     width = score.shape[-1]
-    return (ordered_key(score) << INDEX_BITS) + (width - 1 - torch.arange(width))
+    return (ordered_key(score) << INDEX_BITS) + (width - 1 - torch.arange(width, device=score.device))
 
 
 def stable_top(score: Tensor, k: int) -> Tensor:

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollforward.kernels.loss.logprob import token_logprob
+from rollforward.kernels.linear.row_linear import row_linear
 from rollforward.model.cache import allocate_cache, block_tokens, copy_sequence
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import WeightShapeError
 from rollforward.model.fingerprint import value_fingerprint, with_format
 from rollforward.model.precision import PackedTensor, unpack_into
 from rollforward.model.routing import Routing
+from rollforward.model.scoring import head_logprobs
 from rollforward.model.segments import Segment, SegmentBatch
 from rollforward.model.shapes import TensorFormat, TensorSpec, param_specs
 from rollforward.model.train_config import Precision
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import ModelWeights, build_weights
-from rollforward.rollout.engine.sampler import scaled_logits
 from rollforward.rollout.engine.sequence import Sequence
 from rollforward.rollout.errors import WeightsError
 from rollforward.rollout.types import Float32Array, Int16Array
@@ -107,17 +107,17 @@ class ForwardRunner:
         prefilled = max(len(token_ids) - 1 - _SCORED_ALONE, 1)
         first = (2 * prefilled + 2) // 3
         lengths = [first, prefilled - first, *[1] * (len(token_ids) - 1 - prefilled)]
-        rows: list[Tensor] = []
+        logprobs: list[Tensor] = []
         start = 0
         for length in filter(None, lengths):
             segment = Segment(start=start, length=length, slot=0, blocks=tuple(range(1, num_blocks)))
             batch = SegmentBatch([segment], window=config.sliding_window)
             token_T = torch.tensor(token_ids[start : start + length])
-            rows.append(self.logits(self._transformer.streams(self._weights, token_T, batch, storage)))
+            next_T = torch.tensor(token_ids[start + 1 : start + 1 + length])
+            hidden_TD = self.hidden(self._transformer.streams(self._weights, token_T, batch, storage))
+            logprobs.append(head_logprobs(self.head, hidden_TD, next_T, temperature=1.0)[0])
             start += length
-        logits_TV = torch.cat(rows)
-        scaled_TV = scaled_logits(logits_TV, torch.ones(len(logits_TV)))
-        return token_logprob(scaled_TV, torch.tensor(token_ids[1:]), temperature=1.0)[0].numpy()
+        return torch.cat(logprobs).numpy()
 
     def allocate(self, *, num_slots: int, num_blocks: int) -> None:
         """Replace the cache storage."""
@@ -149,7 +149,7 @@ class ForwardRunner:
             chunks: at least one; each sequence has slot and blocks, and occurs once.
 
         Returns:
-            [B, M, D] float32: streams after the last token of each chunk, for ``logits``.
+            [B, M, D]: streams after the last token of each chunk, for ``hidden``.
 
         Invariants: a chunk's result does not depend on the other chunks. Mutates the cache and what the sequences know
         of it: ``num_cached`` and ``routes``.
@@ -175,10 +175,20 @@ class ForwardRunner:
             sequence.num_cached += length
         return streams_TMD[batch.last_token_B]
 
-    def logits(self, streams_BMD: Tensor) -> Tensor:
-        """Return the logits of the next token, [B, V] float32."""
+    def hidden(self, streams_BMD: Tensor) -> Tensor:
+        """Return the vectors that the head reads, [B, D] float32."""
         assert self._weights is not None, "run comes before"
-        return self._transformer.logits(self._weights, self._transformer.hidden(self._weights, streams_BMD))
+        return self._transformer.hidden(self._weights, streams_BMD)
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        """Return the logits of the next token, [B, V] float32."""
+        return row_linear(hidden_BD, self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The head that the forward reads, [V, D] float32."""
+        assert self._weights is not None, "LocalEngine checks that weights are loaded"
+        return self._weights.head
 
 
 def _unwritten(spec: TensorSpec) -> Tensor:

@@ -31,7 +31,7 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.precision import PackedTensor
 from rollforward.model.train_config import Precision
 from rollforward.rollout.config import RolloutConfig
-from rollforward.rollout.engine.draw import draw_next, step_routes
+from rollforward.rollout.engine.draw import Drawn, draw_next, step_routes
 from rollforward.rollout.engine.forward import ForwardRunner
 from rollforward.rollout.engine.kv_file import WeightsId, weights_digest
 from rollforward.rollout.engine.kv_store import KvState, KvStore
@@ -353,13 +353,14 @@ class LocalEngine:
                 rows += [row] * len(group)
         if drawing:
             distinct = sorted(set(rows))
-            logits_BV = self._forward.logits(streams_BMD[distinct])
+            hidden_ND = self._forward.hidden(streams_BMD[distinct])
+            logits_NV = self._forward.logits(hidden_ND)
             compact = {row: index for index, row in enumerate(distinct)}
-            self._draw(drawing, logits_BV[[compact[row] for row in rows]], version)
+            row_B = [compact[row] for row in rows]
+            self._log_step(drawing, draw_next(drawing, logits_NV[row_B], hidden_ND[row_B], self._forward.head), version)
 
-    def _draw(self, sequences: list[Sequence], logits_BV: Tensor, version: int) -> None:
-        """Draw the next token of every sequence, log the step, and see who goes on."""
-        drawn = draw_next(sequences, logits_BV)
+    def _log_step(self, sequences: list[Sequence], drawn: Drawn, version: int) -> None:
+        """Log the next token of every sequence, and see who goes on."""
         slots = np.array([sequence.log_slot for sequence in sequences], dtype=np.uint16)
         self._last_seq = self._log.append_step(
             slots,

@@ -21,7 +21,9 @@ class CachedSequences:
         self._model = model
         self._per_slot = -(-max_tokens // block_tokens(model.config))
         num_blocks = num_slots * self._per_slot + 1
-        self.storage = allocate_cache(model.config, num_slots=num_slots, num_blocks=num_blocks)
+        self.storage = allocate_cache(
+            model.config, num_slots=num_slots, num_blocks=num_blocks, device=model.weights.embed.device
+        )
         for name, plane in self.storage.items():
             plane[1 if name.endswith("entries") else 0 :] = torch.nan
         self._random = random.Random(seed)

@@ -218,7 +218,9 @@ def test_load_model_errors_are_typed(tmp_path, params):
     (tmp_path / "config.json").write_text(json.dumps(config_json(tiny_config())))
     with pytest.raises(ModelError):
         load_model(tmp_path, precision="fp32")
-    with pytest.raises(ModelInputError, match="cuda"):
-        load_model(tmp_path, precision="fp32", device="cuda")
+    with pytest.raises(ModelInputError, match=r"device is 'cuda:99'; this machine has \d+ CUDA devices"):
+        load_model(tmp_path, precision="fp32", device="cuda:99")
+    with pytest.raises(ModelInputError, match="device is 'tpu'"):
+        load_model(tmp_path, precision="fp32", device="tpu")
     with pytest.raises(ModelInputError, match="half"):
         load_model(tmp_path, precision="half")
