@@ -77,7 +77,7 @@ class _Problem:
         sums, weights, y, grad_x, grad_f, _, grad_weights = self.space(span.stop - span.start)
         x = self.x[span]
         mix_grad_sweep.leave_backward_into(self.g[span], self.f[span], x, weights, grad_f, grad_x, grad_weights)
-        mix_grad_sweep.enter_backward_into(x, self.dy[span], self.site, sums, weights, grad_weights, grad_x)
+        mix_grad_sweep.enter_backward_into(x, self.dy[span], self.site, sums.sum(0), weights, grad_weights, grad_x)
         del y
         return {"grad_f": grad_f, "grad_x": grad_x}
 

@@ -1,81 +1,177 @@
 """Gradients of hyper-connections on a GPU: which programs they are, and in which memory.
 
 Here: launches and memory. Not here: the programs (`mix_grad_tile`), autograd (`mix_sweep`). Streams are bfloat16; the
-mixing numbers, their weights and their gradients float32. Nothing here waits for the device.
+mixing numbers, their weights and their gradients float32. Nothing here waits for the device. Gradients of rows have the
+bits of the row alone; those of parameters are summed over tokens in an order that their number gives.
 """
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from rollforward.kernels.dispatch import Program, bind, program
-from rollforward.kernels.mhc.mix_site import COMB, HEAD_ITERS, PLACES, POST, PRE, Site
+from rollforward.kernels.mhc.mix_site import HEAD_ITERS, PLACES, STREAMS, Site
 
-BACK_TOKENS = 2048
-"""Tokens whose part of the projection's gradient is summed apart."""
+BACK_TOKENS, BACK_N, BACK_D, GATE_TOKENS = 2048, 64, 64, 8
+"""As in `mix_grad_tile`: tokens whose part of the projection's gradient is summed apart, tokens and columns of a tile,
+and tokens whose part of base's and scale's gradients is."""
 
 _MODULE = "mhc.mix_grad_tile"
+_NORMED = (False, True)
 
 
-class _Width(NamedTuple):
-    leave_backward: Callable[..., None]
-    enter_dots: Callable[..., None]
-    streams_backward: Callable[..., None]
+def _streams(D: int, normed: bool, across: bool) -> Program:
+    return program(_MODULE, "streams_backward", D=D, normed=normed, across=across)
 
 
-def _of_width(D: int) -> list[Program]:
-    return [program(_MODULE, name, D=D) for name in _Width._fields]
+def _gates(D: int, iters: int, head: bool, normed: bool) -> Program:
+    return program(_MODULE, "gates_backward", D=D, iters=iters, head=head, normed=normed)
 
 
-def _gates(D: int, iters: int, head: bool) -> Program:
-    return program(_MODULE, "gates_backward", D=D, iters=iters, head=head)
+def _sums(D: int, head: bool, normed: bool) -> Program:
+    return program(_MODULE, "parameter_sums", D=D, head=head, normed=normed)
 
 
 def programs(D: int, iters: int) -> list[Program]:
     """Return what the gradients of a model of this width run, its head included."""
-    return [*_of_width(D), _gates(D, iters, False), _gates(D, HEAD_ITERS, True)]
+    return [
+        program(_MODULE, "leave_backward", D=D),
+        program(_MODULE, "weight_sums", D=D),
+        *(_streams(D, normed, across) for normed in _NORMED for across in (False, True)),
+        *(_gates(D, HEAD_ITERS if head else iters, head, normed) for normed in _NORMED for head in (False, True)),
+        *(_sums(D, head, normed) for normed in _NORMED for head in (False, True)),
+    ]
+
+
+class _Launch(NamedTuple):
+    gates_backward: Callable[..., None]
+    streams_backward: Callable[..., None]
+    parameter_sums: Callable[..., None]
 
 
 @functools.cache
-def _width(D: int) -> _Width:
-    return _Width(*map(bind, _of_width(D)))
+def _launch(D: int, iters: int, head: bool, normed: bool, across: bool) -> _Launch:
+    wanted = _gates(D, iters, head, normed), _streams(D, normed, across), _sums(D, head, normed)
+    return _Launch(*map(bind, wanted))
+
+
+@functools.cache
+def _of_width(name: str, D: int) -> Callable[..., None]:
+    return bind(program(_MODULE, name, D=D))
+
+
+class Grads(NamedTuple):
+    """Gradients of a site's parameters, float32."""
+
+    fn: Tensor
+    """[X, J]."""
+    base: Tensor
+    """[X]."""
+    scale: Tensor
+    """[3], or [1] of the head."""
+    norm: Tensor | None
+    """[D], or None where there is no norm."""
+
+
+class Out(NamedTuple):
+    """A way out of a sublayer that lies before a way in: what it had, and where its gradients go."""
+
+    f: Tensor
+    """[N, D] bfloat16, the sublayer's output."""
+    x: Tensor
+    """[N, J] bfloat16, the streams before it."""
+    weights: Tensor
+    """[N, 32] float32, as `mix_sweep.leave_into` takes them."""
+    grad_f: Tensor
+    """[N, D] bfloat16, written."""
+    grad_x: Tensor
+    """[N, J] bfloat16, written."""
+    grad_weights: Tensor
+    """[N, 32] float32, written: the gradients of post and comb at their places, 0 elsewhere."""
 
 
 def enter_backward_into(
-    x: Tensor, dy: Tensor, site: Site, sums: Tensor, weights: Tensor, grad_weights: Tensor, grad_x: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradient of the streams to grad_x, and return those of fn [X, J], base and scale.
+    x: Tensor,
+    dy: Tensor,
+    site: Site,
+    raw: Tensor,
+    weights: Tensor,
+    grad_weights: Tensor,
+    grad_x: Tensor,
+    norm: Tensor | None = None,
+    *,
+    out: Out | None = None,
+) -> Grads:
+    """Add the gradient of the streams of a way in to grad_x, and return those of its parameters.
 
     Args:
-        x: [N, J] bfloat16.
+        x: [N, J] bfloat16, the streams.
         dy: [N, D] bfloat16, the gradient of the input.
         site: the site's numbers.
-        sums: what `enter_into` left.
-        weights: likewise.
-        grad_weights: [N, 32] float32: the gradients of post and comb at their places, those of pre are written.
-        grad_x: [N, J] bfloat16, added to.
+        raw: [N, 32] float32, the projection of the streams before 1 / rms.
+        weights: [N, 32] float32, what `mix_sweep.enter_into` left.
+        grad_weights: [N, 32] float32, the gradients of post and comb at their places; the others are not read.
+        grad_x: [N, J] bfloat16, the gradient of the streams by other ways; added to, or with `out` only read.
+        norm: [D] float32: the input was normalised, times this.
+        out: see `across_backward_into`.
 
-    Invariants: sums over tokens go by 2048 and repeat bit for bit.
+    Invariants: rows have the bits of the row alone; sums over tokens go by 2048 and repeat bit for bit; may be captured
+        in a CUDA graph.
     """
     N, D = dy.shape
-    launch = _width(D)
-    logit_grads, raw = weights.new_empty((2, N, PLACES))
-    mix_grads = weights.new_empty((N, 2 * PLACES), dtype=torch.bfloat16)
-    factor = weights.new_empty(N)
-    parts = weights.new_empty((-(-N // BACK_TOKENS), 2 * PLACES, x.shape[1]))
-    launch.enter_dots(x, dy, grad_weights)
-    bind(_gates(D, site.iters, site.head))(
-        sums, site.base, site.scale, weights, grad_weights, site.eps, logit_grads, raw, mix_grads, factor
-    )
-    launch.streams_backward(x, dy, weights, mix_grads, factor, site.fn, grad_x, parts)
-    count = len(site.base)
-    grad_fn = parts.unflatten(1, (2, PLACES)).sum((0, 1))[:count]
-    grad_base, by_place = logit_grads.sum(0)[:count], (logit_grads * raw).sum(0)
-    places = (PRE,) if site.head else (PRE, POST, COMB)
-    return grad_fn, grad_base, torch.stack([by_place[place].sum() for place in places])
+    tiles, chunks, normed = -(-N // BACK_N), -(-N // BACK_TOKENS), norm is not None
+    launch = _launch(D, site.iters, site.head, normed, out is not None)
+    norm = site.base[:1] if norm is None else norm
+    mix_grads = x.new_empty((N, 2 * PLACES))
+    numbers = weights.new_empty((tiles, PLACES, BACK_N))
+    by_place = weights.new_empty((tiles * BACK_N // GATE_TOKENS, PLACES))
+    parts = weights.new_empty((chunks, 2 * PLACES, STREAMS * D)), weights.new_empty((chunks, D if normed else 1))
+    out_weights = weights if out is None else out.weights
+    operands = x, dy, norm, raw, site.base, site.scale, weights, grad_weights, out_weights
+    launch.gates_backward(*operands, site.eps, site.norm_eps, mix_grads, numbers, by_place)
+    operands = x, dy, grad_x, norm, numbers, mix_grads, site.fn
+    if out is None:
+        absent = x[:1, :1]
+        launch.streams_backward(*operands, absent, absent, absent, grad_x, numbers[:1, :1, :1], *parts)
+    else:
+        dots = weights.new_empty((D // BACK_D, N, STREAMS + STREAMS**2))
+        launch.streams_backward(*operands, out.f, out.x, out.grad_f, out.grad_x, dots, *parts)
+        _of_width("weight_sums", D)(dots, out.grad_weights)
+    X = len(site.base)
+    grad_fn, numbers, grad_norm = (weights.new_empty(size) for size in ((X, STREAMS * D), (PLACES,), len(norm)))
+    launch.parameter_sums(*parts, by_place, grad_fn, grad_norm, numbers)
+    return Grads(grad_fn, numbers[:X], numbers[24 : 24 + len(site.scale)], grad_norm if normed else None)
+
+
+def across_backward_into(
+    g: Tensor,
+    out: Out,
+    x: Tensor,
+    dy: Tensor,
+    site: Site,
+    raw: Tensor,
+    weights: Tensor,
+    grad_weights: Tensor,
+    norm: Tensor | None = None,
+) -> Grads:
+    """Write the gradients of a way out and of the way in that reads its streams x, in one pass.
+
+    The gradient of x is not rounded and not written: it is the sum of g [N, J] bfloat16, that by other ways, and of
+    what the way in gives.
+
+    Args:
+        g: see above.
+        out: the way out; its gradients are written.
+        x, dy, site, raw, weights, grad_weights, norm: of the way in, as for `enter_backward_into`.
+
+    Returns:
+        the gradients of the way in's parameters.
+
+    Invariants: as for `enter_backward_into`.
+    """
+    return enter_backward_into(x, dy, site, raw, weights, grad_weights, g, norm, out=out)
 
 
 def leave_backward_into(
@@ -83,4 +179,4 @@ def leave_backward_into(
 ) -> None:
     """Write, from the gradient g of what `leave_into` wrote, those of f, of the streams, and of post and comb at their
     places of [N, 32] float32."""
-    _width(f.shape[1]).leave_backward(g, f, x, weights, grad_f, grad_x, grad_weights)
+    _of_width("leave_backward", f.shape[1])(g, f, x, weights, grad_f, grad_x, grad_weights)

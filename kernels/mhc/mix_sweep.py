@@ -132,9 +132,9 @@ class Enter(torch.autograd.Function):
                 None,
             )
         grads = mix_grad_sweep.enter_backward_into(
-            x, dy.contiguous(), site, sums, weights, grad_weights.clone(), grad_x
+            x, dy.contiguous(), site, sums.sum(0), weights, grad_weights.contiguous(), grad_x
         )
-        return grad_x.view(ctx.shape), *grads, None
+        return grad_x.view(ctx.shape), *grads[:3], None
 
 
 class Leave(torch.autograd.Function):
