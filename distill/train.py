@@ -17,6 +17,7 @@ from rollforward.distill.learner import DistillSettings
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
+from rollforward.model.backends import check_model
 from rollforward.model.checkpoint import sync_path
 from rollforward.model.config import load_model_config
 from rollforward.rl.setup import Parts
@@ -76,6 +77,7 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
 
     Raises:
         TeacherError, TeacherMismatchError, TeacherReadError: names the teacher.
+        BackendError: an op's form has no program for it; names the teacher.
         HiddenRoomError: see ``check_room``.
         CheckpointError, ConfigError: its files are no model's.
     """
@@ -88,6 +90,7 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
         for name in sorted(urls):
             directories[name] = fetch(urls[name], _cache_dir(run), with_tensors=with_tensors)
             check_teacher(name, directories[name], student_dir=Path(run.model_dir), longest_tokens=longest)
+            check_model(run.kernels, load_model_config(directories[name]), f"teacher {name}")
         check_room(run, width=max(load_model_config(directory).hidden_size for directory in directories.values()))
     # Reading all of them takes a while, so it comes last.
     found: dict[str, TeacherSource] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from rollforward.model.backends import choose_kernels
 from rollforward.model.distributed import OPERATION_TIMEOUT_S, join_group
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy
@@ -33,7 +34,7 @@ class PolicyRank:
     ) -> None:
         """Give signs of life from here on; see ``join_group`` for what ``start`` joins."""
         join = partial(join_group, rendezvous, rank=rank, num_ranks=num_ranks, timeout_s=rank_timeout_s)
-        self.build = partial(_joined, join, self.build_learner)
+        self.build = partial(_joined, f"rank {rank} of the learner", join, self.build_learner)
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> Beat:
@@ -41,8 +42,8 @@ class PolicyRank:
         return Beat(pid=os.getpid(), node=ray.get_runtime_context().get_node_id(), leave_s=None)
 
     def start(self, settings: PolicySettings) -> None:
-        """Join the process group and build the learner. Not in the constructor, whose errors lose their type on the
-        way."""
+        """Take the forms of ops, join the process group and build the learner. Not in the constructor, whose errors
+        lose their type on the way."""
         self.learner = self.build(settings)
 
     def quantised(self) -> dict[str, int]:
@@ -63,8 +64,9 @@ class PolicyRank:
 
 
 def _joined(
-    join: Callable[[], None], build_learner: Callable[[Any], TrainedPolicy], settings: PolicySettings
+    name: str, join: Callable[[], None], build_learner: Callable[[Any], TrainedPolicy], settings: PolicySettings
 ) -> TrainedPolicy:
+    choose_kernels(settings.kernels, name)
     join()
     return build_learner(settings)
 

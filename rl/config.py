@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from rollforward.model.config import PresetName
+from rollforward.kernels.config import KernelBackends, check_precision, check_sizes
+from rollforward.model.config import PresetName, preset
 from rollforward.model.tokenizer import TokenizerConfig
 from rollforward.model.train_config import BalanceConfig, HybridMuon, OptimConfig, Precision
 from rollforward.rl.algorithms import Algorithm
@@ -145,6 +146,8 @@ class LoopRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Chooses the order of prompts and every draw."""
     precision: Precision = "native"
     """Number formats of the forward pass, on both sides alike."""
+    kernels: KernelBackends = KernelBackends()
+    """Which ops run as TileLang kernels on a GPU."""
     balance: BalanceConfig = BalanceConfig()
     """Balancing of experts; only without `keep_routing` (`algo.keep_routing`), whose routes are not the router's
     choice."""
@@ -176,6 +179,7 @@ class LoopRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 "sampling.temperature is 0; members of a group would all be the same greedy answer. Set"
                 " sampling.temperature=1"
             )
+        check_precision(self.kernels, self.precision)
         _check_sequences_fit(self.tasks, self.max_prompt_tokens, self.sampling.max_new_tokens, self.micro_batch_tokens)
         _check_ranks(self.cluster.learner_ranks, self.optim)
         _check_schedule(self.optim, self.steps)
@@ -228,6 +232,8 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Chooses the order of conversations."""
     precision: Precision = "native"
     """Number formats of the forward pass."""
+    kernels: KernelBackends = KernelBackends()
+    """Which ops run as TileLang kernels on a GPU."""
     balance: BalanceConfig = BalanceConfig()
     """Balancing of experts."""
     recompute: bool = False
@@ -248,6 +254,16 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
+        check_precision(self.kernels, self.precision)
+        if isinstance(self.start, FreshModel):
+            sizes = preset(self.start.preset)
+            check_sizes(
+                self.kernels,
+                f"start.preset={self.start.preset}",
+                hidden_size=sizes.hidden_size,
+                expert_width=sizes.moe_intermediate_size,
+                num_streams=sizes.hc_mult,
+            )
         _check_sequences_fit(
             self.tasks,
             self.max_prompt_tokens,
@@ -280,6 +296,8 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Keys every draw; without effect where temperature is 0."""
     precision: Precision = "native"
     """Number formats of the forward pass."""
+    kernels: KernelBackends = KernelBackends()
+    """Which ops run as TileLang kernels on a GPU."""
     rollout: RolloutConfig = RolloutConfig()
     """Engines and their log."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -287,6 +305,7 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
+        check_precision(self.kernels, self.precision)
         _check_one_engine(self.rollout, "eval samples")
         _check_heldout(self.tasks, self.prompts, "prompts")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf import console
+from rollforward.model.backends import check_model, choose_kernels
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.sandboxes import local_environment
@@ -22,6 +23,7 @@ from rollforward.rollout.weights import (
 
 def main(run: EvalRun) -> int:
     """Evaluate and print; the answers are in ``run_dir/eval.json``. Returns 0."""
+    choose_kernels(run.kernels, "the run")
     run_dir = Path(run.run_dir).resolve()
     model_dir = Path(run.model_dir)
     parts = load_parts(
@@ -31,6 +33,7 @@ def main(run: EvalRun) -> int:
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
+    check_model(run.kernels, parts.model_config, run.model_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     root = run_dir / WEIGHTS_NAME
     # Without a canary: no forward but the engine's is here, and one of its own would take the model's memory twice.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.encoding_version import encoding_files
@@ -81,6 +82,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Balancing of experts."""
     recompute: bool = False
     """Compute each layer again for the backward pass instead of keeping what it made."""
+    kernels: KernelBackends = KernelBackends()
+    """Forms of ops, which the rank's process takes at its start."""
     seed: int = 0
     """Seed of the run; keys stochastic rounding."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollforward.conf import console
+from rollforward.model.backends import check_model, choose_kernels
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group, new_rendezvous
@@ -43,6 +44,7 @@ def main(run: SFTRun) -> int:
         0. Errors are raised: user mistakes as ValueError, the world's failures as RuntimeError.
     """
     start_s = time.monotonic()
+    choose_kernels(run.kernels, "the run")
     run_dir = Path(run.run_dir).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     model_dir = (
@@ -55,6 +57,7 @@ def main(run: SFTRun) -> int:
         max_new_tokens=run.max_answer_tokens,
         sandbox=run.sandbox,
     )
+    check_model(run.kernels, parts.model_config, str(model_dir))
     torch.set_num_threads(run.rollout.threads)
     join_group(new_rendezvous(run_dir), rank=0, num_ranks=1)
     try:

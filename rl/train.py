@@ -17,7 +17,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from rollforward.conf import console
-from rollforward.conf.load import library_environment
+from rollforward.conf.load import is_ray_job, library_environment
+from rollforward.model.backends import check_model, choose_kernels
 from rollforward.model.distributed import new_rendezvous
 from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
 from rollforward.rl.answers import ANSWERS_NAME
@@ -73,6 +74,8 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
     """
     start_s = time.monotonic()
     run_dir = Path(run.run_dir).resolve()
+    if run.cluster.address is None and not is_ray_job():  # all processes will be here; elsewhere each says it itself
+        choose_kernels(run.kernels, "the run")
     parts = load_parts(
         Path(run.model_dir).resolve(),
         run.tasks,
@@ -80,6 +83,7 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
+    check_model(run.kernels, parts.model_config, run.model_dir)
     check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
     place = prepare(parts)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -171,6 +175,7 @@ def _place_replicas(run: LoopRun, parts: Parts, run_dir: Path, answering: Enviro
             run.precision,
             run.rollout,
             answering,
+            run.kernels,
         ),
         run.cluster.replica_resources,
     )
@@ -188,6 +193,7 @@ def policy_settings(run: LoopRun) -> dict[str, Any]:
         "threads": run.cluster.learner_threads,
         "balance": run.balance,
         "recompute": run.recompute,
+        "kernels": run.kernels,
         "seed": run.seed,
     }
 

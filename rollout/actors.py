@@ -5,13 +5,15 @@ that is lost is replaced by rollout/supervisor.py through rollout/placement.py; 
 own and is started again by Ray.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from rollforward.kernels.config import KernelBackends
+from rollforward.model.backends import choose_kernels
 from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.agent_sessions import AgentSessions, AgentSettings, AgentTurn, TurnAnswer
@@ -52,6 +54,11 @@ class AgentActor:
         return await self._sessions.finish(turn)
 
 
+def _built(choose: Callable[[], None], build: Callable[[], Replica]) -> Replica:
+    choose()
+    return build()
+
+
 @ray.remote(**_OPTIONS)
 class RolloutActor:
     """One replica in its own process; `beat` and `drain` have threads of their own."""
@@ -64,12 +71,15 @@ class RolloutActor:
         precision: Precision,
         config: RolloutConfig,
         environment: EnvironmentConfig | None,
+        kernels: KernelBackends = KernelBackends(),  # noqa: B008 - frozen
     ) -> None:
         """Give signs of life from here on; the replica is built by ``open``, whose errors keep their type."""
         self._pulse = Pulse(ray.get_runtime_context().get_node_id(), leave_s=config.drain_s)
-        self._build = partial(
+        choose = partial(choose_kernels, kernels, name)
+        build = partial(
             Replica, name, log_directory, model_config, precision=precision, config=config, environment=environment
         )
+        self._build = partial(_built, choose, build)
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> Beat:
@@ -77,7 +87,7 @@ class RolloutActor:
         return self._pulse.beat()
 
     def open(self) -> None:
-        """Build the replica; see ``Replica``."""
+        """Take the forms of ops and build the replica; see ``Replica``."""
         self._replica = self._build()
 
     def log_problems(self) -> tuple[Problem, ...]:

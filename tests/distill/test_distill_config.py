@@ -20,7 +20,8 @@ from rollforward.conf.jobs import plan_jobs
 from rollforward.conf.load import decode
 from rollforward.distill.config import DistillRun, ForwardKL, JensenShannon, ReverseKL, SampledToken
 from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError
-from rollforward.distill.train import main, teacher_urls
+from rollforward.distill.train import find_teachers, main, teacher_urls
+from rollforward.kernels.errors import BackendError
 from tests.helpers.distill_runs import small_distill, write_models
 from tests.helpers.runs import TASK
 
@@ -263,6 +264,19 @@ def test_a_refusal_is_told_by_the_command_line_without_a_traceback(
     told = capsys.readouterr().err
     assert "error: /nowhere is no directory; a teacher is a model directory. Correct its model_dir" in told
     assert "Traceback" not in told
+
+
+def test_a_teacher_that_has_no_programs_is_named(models: Path, tmp_path: Path) -> None:
+    teachers = {"a": {"model_dir": str(models / "a")}}
+    run = small_distill(tmp_path / "run", models / "student", teachers, routing="all", kernels={"mix": "tile"})
+    with pytest.raises(BackendError, match=r"kernels\.mix is tile, and teacher a has hidden_size 128"):
+        find_teachers(run, teacher_urls(run))
+
+
+def test_tile_forms_need_native_precision() -> None:
+    assert _decoded({"kernels.reverse_kl": "tile"}).kernels.tiles == ("reverse_kl",)
+    with pytest.raises(msgspec.ValidationError, match=r"kernels\.reverse_kl is tile and precision is fp32"):
+        _decoded({"kernels.reverse_kl": "tile", "precision": "fp32"})
 
 
 def test_of_several_teachers_the_one_at_fault_is_named() -> None:

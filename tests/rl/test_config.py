@@ -165,6 +165,31 @@ def test_wrong_values_of_other_runs_are_refused(root: type, path: str, value: An
         msgspec.convert(_merged(ROOTS[root], path, value), root)
 
 
+@pytest.mark.parametrize("root", ROOTS)
+def test_tile_forms_need_what_is_known_without_a_gpu(root: type) -> None:
+    tile = _merged(ROOTS[root], "kernels", {"linear_logprob": "tile", "mix": "tile"})
+    assert msgspec.convert(tile, root).kernels.tiles == ("linear_logprob", "mix")
+    assert msgspec.convert(ROOTS[root], root).kernels.tiles == ()
+    with pytest.raises(
+        msgspec.ValidationError, match=r"kernels\.linear_logprob is tile and precision is fp32;.*native"
+    ):
+        msgspec.convert(tile | {"precision": "fp32"}, root)
+    with pytest.raises(msgspec.ValidationError, match=r"Invalid enum value 'triton'.*\$\.kernels\.mix"):
+        msgspec.convert(_merged(ROOTS[root], "kernels.mix", "triton"), root)
+
+
+@pytest.mark.parametrize("name", ["flash", "mini", "tiny"])
+def test_a_preset_that_has_no_programs_is_refused_by_the_schema(name: str) -> None:
+    data = _merged(_merged(SFT, "start", {"type": "fresh", "preset": name}), "kernels", {"mix": "tile"})
+    if name != "tiny":
+        msgspec.convert(data, SFTRun)
+        return
+    with pytest.raises(
+        msgspec.ValidationError, match=r"start\.preset=tiny has hidden_size 128.*kernels\.mix=reference"
+    ):
+        msgspec.convert(data, SFTRun)
+
+
 def test_the_algorithm_is_told_apart_by_its_type() -> None:
     assert msgspec.to_builtins(GRPO())["type"] == "grpo"
     assert msgspec.convert({"type": "grpo", "group_size": 4}, Algorithm).group_size == 4

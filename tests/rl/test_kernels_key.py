@@ -1,0 +1,192 @@
+"""Proves: whoever computes in a run takes the run's forms of ops before anything else, and one whose machine cannot run
+them ends the run in a line: of a local run before anything is placed, on a cluster with the process's name. A run keeps
+the forms that it was begun with.
+
+Processes have no GPU here, on any machine. That tile forms compute is proven in tests/model/test_on_gpu.py.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+import torch
+
+from rollforward.conf.cli import main as command_line
+from rollforward.conf.errors import RunDirError, UsageError
+from rollforward.conf.jobs import Job
+from rollforward.conf.resume import moved
+from rollforward.conf.run_dir import CONFIG_NAME, check_settings
+from rollforward.distill.actors import DistillActor
+from rollforward.kernels import dispatch
+from rollforward.kernels.config import KernelBackends
+from rollforward.kernels.errors import BackendError
+from rollforward.model.train_config import AdamW
+from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
+from rollforward.rl.algorithms import GRPO
+from rollforward.rl.learner import LearnerSettings
+from rollforward.rl.train import policy_settings
+from rollforward.rollout.actors import RolloutActor
+from rollforward.rollout.config import RolloutConfig
+from tests.helpers.commands import command
+from tests.helpers.nodes import Nodes
+from tests.helpers.replicas import PROCESS
+from tests.helpers.runs import TASK, small_run, write_model
+from tests.helpers.tiny import tiny_config
+
+TILE = KernelBackends(linear_logprob="tile")
+NO_GPU: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}}
+WORDS = (
+    f"tasks=[{json.dumps(TASK)}]".replace('"', ""),
+    "optim={type: adamw, lr: 1e-3}",
+    "steps=1",
+    "micro_batch_tokens=256",
+    "max_prompt_tokens=40",
+    "eval={prompts: 4}",
+    "tracker.mode=disabled",
+)
+LOOP = (*WORDS, "sampling.max_new_tokens=6", "prompts_per_step=2")
+EVAL = (WORDS[0], "sampling.max_new_tokens=6", "prompts=4", "max_prompt_tokens=40")
+
+
+@pytest.fixture(autouse=True)
+def _reference() -> Iterator[None]:
+    yield
+    dispatch.choose({})
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with Nodes() as started:
+        ray.init(started.address, configure_logging=False, log_to_driver=False)
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("verb", "settings", "name"),
+    [
+        ("train", LOOP, "mix"),
+        ("distill", (*LOOP, "routing=all", "teachers={a: {model_dir: MODEL}}"), "reverse_kl"),
+        ("sft", (*WORDS, "start={type: checkpoint, model_dir: MODEL}", "max_answer_tokens=8"), "mxfp4"),
+        ("sft", (*WORDS, "start={type: fresh}", "max_answer_tokens=8"), "linear_logprob"),
+        ("eval", EVAL, "linear_logprob"),
+    ],
+)
+def test_a_run_of_this_machine_ends_before_anything_is_placed(
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+    settings: tuple[str, ...],
+    name: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_dir = tmp_path / "run"
+    words = [one.replace("MODEL", str(model_dir)) for one in settings]
+    words += [] if verb == "sft" else [f"model_dir={model_dir}"]
+    assert command_line([verb, f"run_dir={run_dir}", *words, f"kernels.{name}=tile"]) == 2
+    told = capsys.readouterr().err
+    (line,) = (one for one in told.splitlines() if "kernels" in one)
+    assert f"kernels.{name} is tile, which the run on " in line
+    assert line.endswith(f"kernels.{name}=reference")
+    assert "Traceback" not in told
+    assert not ray.is_initialized()
+    assert {path.name for path in run_dir.iterdir()} <= {CONFIG_NAME, "runs.json", "lock"}
+
+
+def test_a_model_that_has_no_programs_is_refused_when_its_config_is_read(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine that could run them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    run_dir = tmp_path / "run"
+    words = ["train", f"run_dir={run_dir}", f"model_dir={model_dir}", *LOOP]
+    assert command_line([*words, "kernels.mix=tile"]) == 2
+    assert f"kernels.mix is tile, and {model_dir} has hidden_size 128" in capsys.readouterr().err
+    assert {path.name for path in run_dir.iterdir()} == {CONFIG_NAME, "runs.json", "lock"}
+    start = [*WORDS, "start={type: fresh, preset: tiny}", "max_answer_tokens=8", f"run_dir={tmp_path / 'sft'}"]
+    assert command_line(["sft", *start, "kernels.mxfp4=tile"]) == 2
+    told = capsys.readouterr().err
+    assert "kernels.mxfp4 is tile, and the experts of start.preset=tiny have hidden_size 128" in told
+    assert not (tmp_path / "sft").exists(), "the schema knows"
+
+
+def test_every_rank_is_told_the_runs_forms(model_dir: Path, tmp_path: Path) -> None:
+    run = small_run(tmp_path, model_dir, kernels={"linear_logprob": "tile", "mxfp4": "tile"})
+    settings = LearnerSettings(algorithm=run.algo, **policy_settings(run))
+    assert settings.kernels == run.kernels == KernelBackends(linear_logprob="tile", mxfp4="tile")
+
+
+def test_a_run_goes_on_with_the_forms_that_it_was_begun_with(model_dir: Path, tmp_path: Path) -> None:
+    run = small_run(tmp_path, model_dir)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / CONFIG_NAME).write_bytes(msgspec.json.encode(run))
+    assert check_settings(tmp_path, run) is None
+    other = msgspec.structs.replace(run, kernels=TILE)
+    with pytest.raises(RunDirError, match=r'kernels\.linear_logprob \(was "reference", now "tile"\)'):
+        check_settings(tmp_path, other)
+    with pytest.raises(UsageError, match="only where it works may change"):
+        moved([Job("train", "train", run, tmp_path)], ["kernels.mix=tile"])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("actor_class", [LearnerActor, DistillActor])
+def test_a_rank_that_cannot_says_so_before_it_joins_and_reads(tmp_path: Path, actor_class: Any) -> None:
+    settings = LearnerSettings(
+        model_dir=str(tmp_path / "absent"),
+        algorithm=GRPO(),
+        optim=AdamW(lr=1e-3),
+        precision="native",
+        temperature=1.0,
+        threads=1,
+        kernels=TILE,
+    )
+    actor = actor_class.options(**NO_GPU).remote(1, 2, tmp_path / "rendezvous")
+    pool = LearnerPool if actor_class is LearnerActor else PolicyPool
+    with pytest.raises(
+        BackendError, match=r"kernels\.linear_logprob is tile, which rank 1 of the learner on \S+ cannot"
+    ):
+        pool([actor], settings)
+    ray.kill(actor)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("nodes")
+def test_a_replica_that_cannot_says_so_before_it_opens_its_log(tmp_path: Path) -> None:
+    config = RolloutConfig(threads=1, wal=PROCESS)
+    actor: Any = RolloutActor.options(**NO_GPU).remote(  # type: ignore[attr-defined]
+        "engine-7", tmp_path / "wal", tiny_config(), "native", config, None, TILE
+    )
+    with pytest.raises(BackendError, match=r"which engine-7 on \S+ cannot run"):
+        ray.get(actor.open.remote())
+    assert not (tmp_path / "wal").exists()
+    ray.kill(actor)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_on_a_cluster_ends_with_the_process_that_cannot(nodes: Nodes, model_dir: Path, tmp_path: Path) -> None:
+    words = ("train", f"run_dir={tmp_path / 'run'}", f"model_dir={model_dir}", *LOOP, "algo.group_size=2")
+    where = (f"cluster.address={nodes.address}", "cluster.learner_threads=1", "rollout.threads=1")
+    done = subprocess.run(
+        command(*words, *where, "kernels.linear_logprob=tile"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "kernels.linear_logprob is tile, which rank 0 of the learner on " in done.stderr, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
