@@ -1,8 +1,9 @@
 """Gradients of hyper-connections on a GPU: which programs they are, and in which memory.
 
-Here: launches and memory. Not here: the programs (`mix_grad_tile`), autograd (`mix_sweep`). Streams are bfloat16; the
-mixing numbers, their weights and their gradients float32. Nothing here waits for the device. Gradients of rows have the
-bits of the row alone; those of parameters are summed over tokens in an order that their number gives.
+Here: launches and memory. Not here: the programs (`mix_grad_tile`, `mix_streams_grad_tile`), autograd (`mix_sweep`).
+Streams are bfloat16; the mixing numbers, their weights and their gradients float32. Nothing here waits for the device.
+Gradients of rows have the bits of the row alone; those of parameters are summed over tokens in an order that their
+number gives.
 """
 
 import functools
@@ -15,15 +16,15 @@ from rollforward.kernels.dispatch import Program, bind, program
 from rollforward.kernels.mhc.mix_site import HEAD_ITERS, PLACES, STREAMS, Site
 
 BACK_TOKENS, BACK_N, BACK_D, GATE_TOKENS = 2048, 64, 64, 8
-"""As in `mix_grad_tile`: tokens whose part of the projection's gradient is summed apart, tokens and columns of a tile,
+"""As in the programs: tokens whose part of the projection's gradient is summed apart, tokens and columns of a tile,
 and tokens whose part of base's and scale's gradients is."""
 
-_MODULE = "mhc.mix_grad_tile"
+_MODULE, _STREAMS = "mhc.mix_grad_tile", "mhc.mix_streams_grad_tile"
 _NORMED = (False, True)
 
 
 def _streams(D: int, normed: bool, across: bool) -> Program:
-    return program(_MODULE, "streams_backward", D=D, normed=normed, across=across)
+    return program(_STREAMS, "streams_backward", D=D, normed=normed, across=across)
 
 
 def _gates(D: int, iters: int, head: bool, normed: bool) -> Program:
@@ -136,7 +137,7 @@ def enter_backward_into(
         absent = x[:1, :1]
         launch.streams_backward(*operands, absent, absent, absent, grad_x, numbers[:1, :1, :1], *parts)
     else:
-        dots = weights.new_empty((D // BACK_D, N, STREAMS + STREAMS**2))
+        dots = weights.new_empty((D // BACK_D, STREAMS + STREAMS**2, N))
         launch.streams_backward(*operands, out.f, out.x, out.grad_f, out.grad_x, dots, *parts)
         _of_width("weight_sums", D)(dots, out.grad_weights)
     X = len(site.base)
