@@ -25,7 +25,10 @@ class RopeTable:
         needed = int(position.max()) + 1 if position.numel() else 0
         if needed > self._cos.shape[0]:
             starts = range(self._cos.shape[0], needed, TABLE_STEP)
-            steps = [rope_tables(self._frequencies, torch.arange(start, start + TABLE_STEP)) for start in starts]
+            steps = [
+                rope_tables(self._frequencies, torch.arange(start, start + TABLE_STEP, device="cpu"))
+                for start in starts
+            ]
             self._cos = torch.cat((self._cos, *(cos for cos, _ in steps)))
             self._sin = torch.cat((self._sin, *(sin for _, sin in steps)))
             self._copies = {}
