@@ -17,11 +17,11 @@ from rollforward.distill.learner import DistillSettings
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
-from rollforward.model.backends import check_model
+from rollforward.model.backends import check_model, check_programs
 from rollforward.model.checkpoint import sync_path
-from rollforward.model.config import load_model_config
+from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.rl.setup import Parts
-from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop
+from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop, works_here
 from rollforward.rollout.wal_files import replace_file
 
 TEACHERS_NAME = "teachers.json"
@@ -90,7 +90,7 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
         for name in sorted(urls):
             directories[name] = fetch(urls[name], _cache_dir(run), with_tensors=with_tensors)
             check_teacher(name, directories[name], student_dir=Path(run.model_dir), longest_tokens=longest)
-            check_model(run.kernels, load_model_config(directories[name]), f"teacher {name}")
+            _check_kernels(run, name, load_model_config(directories[name]))
         check_room(run, width=max(load_model_config(directory).hidden_size for directory in directories.values()))
     # Reading all of them takes a while, so it comes last.
     found: dict[str, TeacherSource] = {}
@@ -99,6 +99,15 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
         say(f"teacher {name}: {directory}, version {found[name].version[:12]}")
     _keep_versions(Path(run.run_dir), {name: source.version for name, source in found.items()})
     return found
+
+
+def _check_kernels(run: DistillRun, name: str, teacher: ModelConfig) -> None:
+    """Refuse forms of ops that have no program for a teacher, or for the student beside it."""
+    check_model(run.kernels, teacher, f"teacher {name}")
+    if works_here(run):
+        check_programs(run.kernels, teacher, f"teacher {name}")
+        student = load_model_config(Path(run.model_dir))
+        check_programs(run.kernels, student, f"{run.model_dir} beside teacher {name}", teachers=[teacher])
 
 
 def _keep_versions(run_dir: Path, versions: Mapping[str, str]) -> None:

@@ -1,15 +1,21 @@
-"""The forms of ops that this process runs: taken from the configuration once, before anything is allocated.
+"""The forms of ops that this process runs: taken from the configuration once, before anything is allocated; and what
+they ask of a machine and of a model.
 
 Not here: the forms' names and rules (`kernels/config.py`), the choice itself (`kernels/dispatch.py`).
 """
 
+import importlib.util
 import socket
+from collections.abc import Sequence
 
 import msgspec
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.config import KernelBackends, check_sizes
 from rollforward.kernels.errors import BackendError
+from rollforward.kernels.loss import vocab_sweep
+from rollforward.kernels.mhc import mix_sweep
+from rollforward.kernels.quant import mxfp4_sweep
 from rollforward.model.config import ModelConfig
 
 
@@ -24,13 +30,16 @@ def choose_kernels(kernels: KernelBackends, process: str) -> None:
         BackendError: this machine cannot run one of them; names key, process and machine.
     """
     for name in kernels.tiles:
+        told = f"kernels.{name} is tile, which {process} on {socket.gethostname()} cannot run."
         try:
             dispatch.check_device(name)
         except BackendError as error:
+            raise BackendError(f"{told} {error} In a run that is kernels.{name}=reference") from error
+        if importlib.util.find_spec("tilelang") is None or importlib.util.find_spec("tvm_ffi") is None:
             raise BackendError(
-                f"kernels.{name} is tile, which {process} on {socket.gethostname()} cannot run. {error} In a run that"
-                f" is kernels.{name}=reference"
-            ) from error
+                f"{told} TileLang is not installed for {process}: it is in the extra `tile` of this project. Install it"
+                f" there, or set kernels.{name}=reference"
+            )
     dispatch.choose(msgspec.structs.asdict(kernels))
 
 
@@ -43,3 +52,38 @@ def check_model(kernels: KernelBackends, config: ModelConfig, what: str) -> None
         expert_width=config.moe_intermediate_size,
         num_streams=config.hc_mult,
     )
+
+
+def check_programs(
+    kernels: KernelBackends, config: ModelConfig, what: str, *, teachers: Sequence[ModelConfig] = ()
+) -> None:
+    """Refuse tile forms whose programs for a model are not compiled on this machine.
+
+    Args:
+        kernels: of the run.
+        config: the model. what: names it in an error.
+        teachers: whose vectors its reverse KL takes.
+
+    Raises:
+        BackendError: names the key, the model and what compiles them.
+    """
+    width, inner, vocabulary = config.hidden_size, config.moe_intermediate_size, config.vocab_size
+    of_experts = [(inner, width), (width, inner)]
+    wanted = {
+        "linear_logprob": lambda: vocab_sweep.programs(vocabulary, width),
+        "mix": lambda: mix_sweep.programs(width, config.hc_sinkhorn_iters),
+        "mxfp4": lambda: [one for sizes in of_experts for one in mxfp4_sweep.programs(*sizes)],
+        "reverse_kl": lambda: [
+            one for teacher in teachers for one in vocab_sweep.programs(vocabulary, width, teacher.hidden_size)
+        ],
+    }
+    for name in kernels.tiles:
+        programs = set(wanted[name]())
+        missing = [one for one in programs if not dispatch.path_of(one).is_file()]
+        if missing:
+            raise BackendError(
+                f"kernels.{name} is tile, and {len(missing)} of its {len(programs)} programs for {what} (vocab_size"
+                f" {vocabulary}, hidden_size {width}, moe_intermediate_size {inner}) are not in"
+                f" {dispatch.cache_directory()}; a run compiles none. Compile them once with `rollforward kernels"
+                f" warm`, or set kernels.{name}=reference"
+            )

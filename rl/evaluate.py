@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf import console
-from rollforward.model.backends import check_model, choose_kernels
+from rollforward.model.backends import check_model, check_programs, choose_kernels
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.sandboxes import local_environment
@@ -34,6 +34,7 @@ def main(run: EvalRun) -> int:
         sandbox=run.sandbox,
     )
     check_model(run.kernels, parts.model_config, run.model_dir)
+    check_programs(run.kernels, parts.model_config, run.model_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     root = run_dir / WEIGHTS_NAME
     # Without a canary: no forward but the engine's is here, and one of its own would take the model's memory twice.

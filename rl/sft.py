@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollforward.conf import console
-from rollforward.model.backends import check_model, choose_kernels
+from rollforward.model.backends import check_model, check_programs, choose_kernels
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group, new_rendezvous
@@ -58,6 +58,7 @@ def main(run: SFTRun) -> int:
         sandbox=run.sandbox,
     )
     check_model(run.kernels, parts.model_config, str(model_dir))
+    check_programs(run.kernels, parts.model_config, str(model_dir))
     torch.set_num_threads(run.rollout.threads)
     join_group(new_rendezvous(run_dir), rank=0, num_ranks=1)
     try:

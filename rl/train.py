@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 
 from rollforward.conf import console
 from rollforward.conf.load import is_ray_job, library_environment
-from rollforward.model.backends import check_model, choose_kernels
+from rollforward.model.backends import check_model, check_programs, choose_kernels
 from rollforward.model.distributed import new_rendezvous
 from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
 from rollforward.rl.answers import ANSWERS_NAME
@@ -74,7 +74,7 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
     """
     start_s = time.monotonic()
     run_dir = Path(run.run_dir).resolve()
-    if run.cluster.address is None and not is_ray_job():  # all processes will be here; elsewhere each says it itself
+    if works_here(run):  # elsewhere each process says it itself
         choose_kernels(run.kernels, "the run")
     parts = load_parts(
         Path(run.model_dir).resolve(),
@@ -84,6 +84,8 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
         sandbox=run.sandbox,
     )
     check_model(run.kernels, parts.model_config, run.model_dir)
+    if works_here(run):
+        check_programs(run.kernels, parts.model_config, run.model_dir)
     check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
     place = prepare(parts)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -114,6 +116,11 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
         version_directory(run_dir / WEIGHTS_NAME, run.steps).rename(trained_dir)
     _report(run, run_dir, outcome, tracker, time.monotonic() - start_s)
     return 0
+
+
+def works_here(run: LoopRun) -> bool:
+    """Whether all processes of a run will be on this machine."""
+    return run.cluster.address is None and not is_ray_job()
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 Which process asks is proven where it starts: tests/rl/test_kernels_key.py. That forms compute is proven on a GPU.
 """
 
+import importlib.util
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -11,7 +14,8 @@ from rollforward.conf.errors import user_error
 from rollforward.kernels import dispatch
 from rollforward.kernels.config import KernelBackends
 from rollforward.kernels.errors import BackendError
-from rollforward.model.backends import check_model, choose_kernels
+from rollforward.kernels.loss import vocab_sweep
+from rollforward.model.backends import check_model, check_programs, choose_kernels
 from rollforward.model.config import preset
 from tests.helpers.tiny import tiny_config
 
@@ -58,6 +62,43 @@ def test_what_is_chosen_is_what_runs_and_a_refusal_changes_nothing(
     assert [op for op in dispatch.TILE_OPS if dispatch.is_tile(op)] == ["linear_logprob", "mxfp4"]
     choose_kernels(KernelBackends(), "here")
     assert not any(map(dispatch.is_tile, dispatch.TILE_OPS))
+
+
+def test_a_process_without_the_programs_libraries_is_told_what_to_install(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        BackendError, match=r"kernels\.mix is tile, which rank 2 on \S+ cannot run\. TileLang is not inst"
+    ):
+        choose_kernels(KernelBackends(mix="tile"), "rank 2")
+    choose_kernels(KernelBackends(), "rank 2")
+
+
+def test_programs_that_are_missing_are_counted_and_those_of_teachers_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
+    dispatch.path_of.cache_clear()
+    kernels, config = KernelBackends(reverse_kl="tile"), preset("mini")
+    check_programs(kernels, config, "DIR")
+    check_programs(KernelBackends(), config, "DIR", teachers=[config])
+    with pytest.raises(
+        BackendError, match=r"kernels\.reverse_kl is tile, and (\d+) of its \1 programs for DIR \(vocab_size 129"
+    ):
+        check_programs(kernels, config, "DIR", teachers=[config])
+    wanted = vocab_sweep.programs(config.vocab_size, config.hidden_size, config.hidden_size)
+    for one in wanted[1:]:
+        dispatch.path_of(one).touch()
+    with pytest.raises(BackendError, match=rf"and 1 of its {len(set(wanted))} programs"):
+        check_programs(kernels, config, "DIR", teachers=[config])
+    dispatch.path_of(wanted[0]).touch()
+    check_programs(kernels, config, "DIR", teachers=[config])
+    with pytest.raises(BackendError, match=r"kernels\.mix is tile"):
+        check_programs(KernelBackends(mix="tile"), config, "DIR")
+    with pytest.raises(BackendError, match=r"kernels\.mxfp4 is tile"):
+        check_programs(KernelBackends(mxfp4="tile"), config, "DIR")
+    dispatch.path_of.cache_clear()
 
 
 def test_a_models_own_sizes_are_asked() -> None:

@@ -122,6 +122,39 @@ def test_a_model_that_has_no_programs_is_refused_when_its_config_is_read(
     assert not (tmp_path / "sft").exists(), "the schema knows"
 
 
+@pytest.mark.parametrize("verb", ["train", "sft", "eval", "distill"])
+def test_programs_that_are_not_compiled_are_asked_for_before_anything_is_placed(
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verb: str,
+) -> None:
+    """On a machine that could run them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path / "programs"))
+    dispatch.path_of.cache_clear()
+    run_dir, words = tmp_path / "run", {"train": LOOP, "distill": LOOP, "sft": WORDS, "eval": EVAL}[verb]
+    more = {
+        "train": [f"model_dir={model_dir}"],
+        "eval": [f"model_dir={model_dir}"],
+        "sft": [f"start={{type: checkpoint, model_dir: {model_dir}}}", "max_answer_tokens=8"],
+        "distill": [f"model_dir={model_dir}", "routing=all", f"teachers={{a: {{model_dir: {model_dir}}}}}"],
+    }[verb]
+    name = "reverse_kl" if verb == "distill" else "linear_logprob"
+    assert command_line([verb, f"run_dir={run_dir}", *words, *more, f"kernels.{name}=tile"]) == 2
+    (line,) = (one for one in capsys.readouterr().err.splitlines() if "kernels" in one)
+    beside = " beside teacher a" if verb == "distill" else ""
+    assert f"kernels.{name} is tile, and " in line
+    assert (
+        f"programs for {model_dir}{beside} (vocab_size 384, hidden_size 128, moe_intermediate_size 64) are not" in line
+    )
+    assert line.endswith(f"`rollforward kernels warm`, or set kernels.{name}=reference")
+    assert {path.name for path in run_dir.iterdir()} <= {CONFIG_NAME, "runs.json", "lock"}
+    dispatch.path_of.cache_clear()
+
+
 def test_every_rank_is_told_the_runs_forms(model_dir: Path, tmp_path: Path) -> None:
     run = small_run(tmp_path, model_dir, kernels={"linear_logprob": "tile", "mxfp4": "tile"})
     settings = LearnerSettings(algorithm=run.algo, **policy_settings(run))
