@@ -4,16 +4,21 @@
 
 The cases of an op are in `<op>_bench.py` beside it. Inputs are random; ours and the peers take turns; a time is the
 median of `REPEATS` by device events. Floors are of this device as it is now: a BF16 product and a copy, measured first.
+Power and clock are those of the device while ours runs again and again, by nvidia-smi, where that is there.
 """
 
 import argparse
 import gc
 import importlib
+import importlib.util
 import json
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +27,9 @@ from torch import Tensor
 from rollforward.kernels import dispatch
 
 REPEATS, WARMUPS, BIT_REPEATS = 30, 3, 10
+
+POWER_S = 0.6
+"""Seconds of work whose power is read, the last half of it."""
 
 Outputs = dict[str, Tensor]
 
@@ -43,6 +51,13 @@ class Case(NamedTuple):
     programs: list[dispatch.Program]
     times: int = 1
     """How often `run` and the peers do it in one call; their time is divided by it."""
+
+
+def peer(module: str) -> ModuleType | None:
+    """Return a peer's module, None where the peer is not installed."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return None
+    return importlib.import_module(module)
 
 
 def _time_us(run: Callable[[], object]) -> float:
@@ -85,6 +100,25 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def power(run: Callable[[], object]) -> tuple[float, float] | None:
+    """Return watts and megahertz of the device while it does this again and again, None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        start = time.perf_counter()
+        while time.perf_counter() - start < POWER_S:
+            run()
+            torch.cuda.synchronize()
+        reader.terminate()
+        lines = reader.communicate()[0].splitlines()
+    read = [[float(number) for number in line.split(",")] for line in lines if line.count(",") == 1]
+    if not read:
+        return None
+    watts, megahertz = zip(*read[len(read) // 2 :], strict=True)
+    return statistics.median(watts), statistics.median(megahertz)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same bits, NaN included."""
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
@@ -111,6 +145,7 @@ def measure(case: Case, peers: list[str], flops_rate: float, copy_rate: float) -
     runs |= {name: run for name, run in case.peers.items() if name in peers or not peers}
     memory = {name: peak_bytes(run) for name, run in runs.items() if name != "ours"}
     times = {name: us / case.times for name, us in _medians_us(runs).items()}
+    watts_megahertz = power(case.run)
     floor_us = max(case.flops / flops_rate, case.bytes / copy_rate) * 1e6  # 0: of launches alone
     ours = times["ours"]
     return {
@@ -120,6 +155,7 @@ def measure(case: Case, peers: list[str], flops_rate: float, copy_rate: float) -
         "tbytes_per_s": round(case.bytes / ours / 1e6, 2),
         "floor_us": round(floor_us, 1),
         "of_floor": round(floor_us / ours, 3),
+        "watts_and_mhz": watts_megahertz or "not read",
         "workspace_gib": round(peak / 2**30, 3),
         "repeat_bits": repeat or "equal",
         "row_bits_alone": sorted(set(alone)) or "equal",

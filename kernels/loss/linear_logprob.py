@@ -6,10 +6,11 @@ from torch import Tensor
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype
-from rollforward.kernels.errors import BackendError, ShapeError
+from rollforward.kernels.errors import ShapeError
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.linear_logprob_ref import KeptSets, linear_logprob_backward_ref, linear_logprob_ref
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
+from rollforward.kernels.operators import on_device, operator
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -33,36 +34,73 @@ class _LinearLogprob(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-class _LinearLogprobTile(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_TD, head_VD, token_T, temperature):
-        logprob_T, entropy_T = hidden_TD.new_empty((2, len(token_T)), dtype=torch.float32)
-        space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=False)
-        vocab_sweep.logprob_into(hidden_TD, head_VD, token_T, 1.0 / temperature, logprob_T, entropy_T, space)
-        ctx.save_for_backward(hidden_TD, head_VD, token_T)
-        ctx.temperature = temperature
-        return logprob_T, entropy_T
+def _run(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids):
+    logprob_T, entropy_T = _shapes(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids)
+    kept = None if kept_counts_T is None else vocab_sweep.KeptLists(kept_counts_T, kept_ids)
+    vocab_sweep.logprob_into(
+        *(vocab_sweep.rounded(hidden_TD), vocab_sweep.rounded(head_VD), token_T.int(), 1.0 / temperature),
+        *(logprob_T, entropy_T),
+        vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, kept=kept is not None),
+        kept=kept,
+    )
+    return logprob_T, entropy_T
 
-    @staticmethod
-    def backward(ctx, grad_logprob_T, grad_entropy_T):
-        hidden_TD, head_VD, token_T = ctx.saved_tensors
-        space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=False)
-        grads = [
-            torch.zeros(one.shape, dtype=torch.float32, device=one.device) if need else None
-            for one, need in zip((hidden_TD, head_VD), ctx.needs_input_grad, strict=False)
-        ]
-        vocab_sweep.logprob_gradients_into(
-            hidden_TD,
-            head_VD,
-            token_T,
-            1.0 / ctx.temperature,
-            grad_logprob_T,
-            grad_entropy_T,
-            *grads,
-            space,
-            adds=False,
-        )
-        return *grads, None, None
+
+def _shapes(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids):
+    del head_VD, temperature, kept_counts_T, kept_ids
+    logprob_T = hidden_TD.new_empty(token_T.shape, dtype=torch.float32)
+    return logprob_T, torch.empty_like(logprob_T)
+
+
+def _run_backward(
+    hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
+):
+    grads = vocab_sweep.gradients_of(*zip((hidden_TD, head_VD), needs, strict=True))
+    kept = None if kept_counts_T is None else vocab_sweep.KeptLists(kept_counts_T, kept_ids)
+    vocab_sweep.logprob_gradients_into(
+        *(hidden_TD, vocab_sweep.rounded(head_VD), token_T.int(), 1.0 / temperature),
+        *(grad_logprob_T.contiguous(), grad_entropy_T.contiguous(), *grads),
+        vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, gradient=True, kept=kept is not None),
+        adds=False,
+        kept=kept,
+    )
+    asked = zip(grads, (hidden_TD, head_VD), strict=True)
+    return tuple(one.new_empty(0) if grad is None else grad.to(one.dtype) for grad, one in asked)
+
+
+def _shapes_backward(
+    hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
+):
+    del token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T
+    asked = zip((hidden_TD, head_VD), needs, strict=True)
+    return tuple(one.new_empty(one.shape if need else (0,)) for one, need in asked)
+
+
+def _save(ctx, inputs, output):
+    del output
+    hidden_TD, head_VD, token_T, ctx.temperature, *kept = inputs
+    ctx.save_for_backward(hidden_TD, head_VD, token_T, *kept)
+
+
+def _gradients(ctx, grad_logprob_T, grad_entropy_T):
+    hidden_TD, head_VD, token_T, *kept = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:2]
+    grads = _TILE_BACKWARD(hidden_TD, head_VD, token_T, ctx.temperature, *kept, grad_logprob_T, grad_entropy_T, *needs)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *[None] * 4
+
+
+_ARGUMENTS = "Tensor hidden, Tensor head, Tensor token, float temperature, Tensor? kept_counts, Tensor? kept_ids"
+
+_TILE = operator(f"linear_logprob({_ARGUMENTS}) -> (Tensor, Tensor)", _run, _shapes, save=_save, gradients=_gradients)
+"""Log-probability and entropy of each row, float32."""
+
+_TILE_BACKWARD = operator(
+    f"linear_logprob_backward({_ARGUMENTS}, Tensor grad_logprob, Tensor grad_entropy, bool needs_hidden,"
+    " bool needs_head) -> (Tensor, Tensor)",
+    _run_backward,
+    _shapes_backward,
+)
+"""Gradients of the hidden states and of the head, in their dtypes; of what needs none it is empty."""
 
 
 def _checked_kept(op: str, token_T: Tensor, counts_T: Tensor | None, ids: Tensor | None, vocab: int) -> KeptSets | None:
@@ -99,7 +137,7 @@ def linear_logprob(
         dz = a (onehot - p) - b p (log p + entropy), a and b being the gradients of the two
 
     Args:
-        hidden_TD: [T, D] float32 or float64; the tile form: bfloat16. Gets a gradient.
+        hidden_TD: [T, D] float32 or float64, the vector that the head multiplies. Gets a gradient.
         head_VD: [V, D] of the same dtype. Gets a gradient.
         token_T: int64 [T], the drawn or target token, inside the kept set.
         temperature: > 0.
@@ -108,6 +146,9 @@ def linear_logprob(
         kept_ids: int64 [sum of kept_counts_T], the sets one after another, in [0, V); None as kept_counts_T.
         chunk_tokens: >= 1. Memory is chunk_tokens * V numbers and a few temporaries of that size, whatever T. The tile
             form has its own (`vocab_sweep`).
+
+    The tile form takes hidden states and a head that are each float32, which is rounded to bfloat16, or bfloat16, on
+    the CPU or the device; results come to where the hidden states are, gradients to where their tensor is.
 
     Returns:
         logprob_T (<= 0) and entropy_T (nats, >= 0 up to rounding), of the dtype of the hidden states; float32 in the
@@ -129,10 +170,11 @@ def linear_logprob(
     check_dtype(op, "token_T", token_T, torch.int64)
     kept = _checked_kept(op, token_T, kept_counts_T, kept_ids, len(head_VD))
     if dispatch.is_tile("linear_logprob"):
-        if kept is not None:
-            raise BackendError("linear_logprob: the tile form takes no kept sets. Use reference.")
         vocab_sweep.check_operands(op, hidden_TD=hidden_TD, head_VD=head_VD)
-        return _LinearLogprobTile.apply(hidden_TD, head_VD, token_T.int(), temperature)
+        lists = kept if kept is not None and len(kept.ids) else (None, None)  # without a number all sets are the whole
+        values = _TILE(*on_device(hidden_TD, head_VD, token_T), temperature, *on_device(*lists))
+        logprob_T, entropy_T = (one.to(hidden_TD.device) for one in values)
+        return logprob_T, entropy_T
     check_dtype(op, "hidden_TD", hidden_TD, torch.float32, torch.float64)
     check_dtype(op, "head_VD", head_VD, hidden_TD.dtype)
     return _LinearLogprob.apply(hidden_TD, head_VD, token_T, temperature, kept, chunk_tokens)

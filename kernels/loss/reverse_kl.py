@@ -8,27 +8,48 @@ from rollforward.kernels.checks import bind_shapes, check_dtype
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.reverse_kl_ref import reverse_kl_rows_ref
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS, teacher_sweep
+from rollforward.kernels.operators import on_device, operator
 
 
-class _ReverseKLTile(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, needs):
-        space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=True)
-        kl_T = torch.empty_like(weight_T)
-        ctx.grads = tuple(
-            torch.zeros(one.shape, dtype=torch.float32, device=one.device) if need else None
-            for one, need in zip((hidden_TD, head_VD), needs, strict=True)
-        )
-        vocab_sweep.reverse_kl_into(
-            hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, kl_T, *ctx.grads, space, adds=False
-        )
-        ctx.mark_non_differentiable(kl_T)
-        return (weight_T * kl_T).sum(), kl_T
+def _run(hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, needs_hidden, needs_head):
+    operands = (vocab_sweep.rounded(one) for one in (head_VD, teacher_hidden_TE, teacher_head_VE))
+    space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=True)
+    kl_T = torch.empty_like(weight_T)
+    grads = vocab_sweep.gradients_of((hidden_TD, needs_hidden), (head_VD, needs_head))
+    vocab_sweep.reverse_kl_into(hidden_TD, *operands, weight_T, kl_T, *grads, space, adds=False)
+    return (weight_T * kl_T).sum(), kl_T, *(kl_T.new_empty(0) if one is None else one for one in grads)
 
-    @staticmethod
-    def backward(ctx, grad_loss, _):
-        hidden, head = (None if grad is None else grad * grad_loss for grad in ctx.grads)
-        return hidden, head, None, None, None, None
+
+def _shapes(hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, needs_hidden, needs_head):
+    del teacher_hidden_TE, teacher_head_VE
+    grads = (
+        weight_T.new_empty(one.shape if need else (0,))
+        for one, need in ((hidden_TD, needs_hidden), (head_VD, needs_head))
+    )
+    return weight_T.new_empty(()), torch.empty_like(weight_T), *grads
+
+
+def _save(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[2:])
+    ctx.dtypes = [one.dtype if need else None for one, need in zip(inputs[:2], inputs[-2:], strict=True)]
+
+
+def _gradients(ctx, grad_loss, *_):
+    of_loss = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    grads = (None if dtype is None else (one * grad_loss).to(dtype) for one, dtype in of_loss)
+    return *grads, *[None] * 5
+
+
+_TILE = operator(
+    "reverse_kl(Tensor hidden, Tensor head, Tensor teacher_hidden, Tensor teacher_head, Tensor row_weight,"
+    " bool needs_hidden, bool needs_head) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    _shapes,
+    save=_save,
+    gradients=_gradients,
+)
+"""Loss, KL of each row, and the gradients of the loss, float32; of what needs none it is empty."""
 
 
 def _reverse_kl_tile(
@@ -46,17 +67,20 @@ def _reverse_kl_tile(
         teacher_head_VE=(teacher_head_VE, "V E"),
         row_weight_T=(row_weight_T, "T"),
     )
-    check_dtype("reverse_kl", "student_hidden_TD", student_hidden_TD, torch.float32, torch.bfloat16)
     check_dtype("reverse_kl", "row_weight_T", row_weight_T, torch.float32)
-    operands = {
-        "student_head_VD": student_head_VD,
-        "teacher_hidden_TE": teacher_hidden_TE,
-        "teacher_head_VE": teacher_head_VE,
-    }
-    vocab_sweep.check_operands("reverse_kl", **operands)
+    vocab_sweep.check_operands(
+        "reverse_kl",
+        student_hidden_TD=student_hidden_TD,
+        student_head_VD=student_head_VD,
+        teacher_hidden_TE=teacher_hidden_TE,
+        teacher_head_VE=teacher_head_VE,
+    )
     grows = torch.is_grad_enabled()
     needs = grows and student_hidden_TD.requires_grad, grows and student_head_VD.requires_grad
-    return _ReverseKLTile.apply(student_hidden_TD, *operands.values(), row_weight_T, needs)
+    teacher = teacher_hidden_TE.detach(), teacher_head_VE.detach()
+    operands = on_device(student_hidden_TD, student_head_VD, *teacher, row_weight_T.detach())
+    loss, kl_T, _, _ = _TILE(*operands, *needs)
+    return loss.to(student_hidden_TD.device), kl_T.to(student_hidden_TD.device)
 
 
 def reverse_kl(
@@ -75,15 +99,16 @@ def reverse_kl(
 
     Args:
         student_hidden_TD: [T, D] float32 or float64, the vector that the student's head multiplies. Gets a gradient.
-            The tile form: float32, which is rounded to bfloat16, or bfloat16.
-        student_head_VD: [V, D] of the same dtype; the tile form: bfloat16. Gets a gradient.
-        teacher_hidden_TE: [T, E], any floating dtype; E need not be D. The tile form: bfloat16.
-        teacher_head_VE: [V, E], any floating dtype. Whoever has several teachers calls once for each. The tile form:
-            bfloat16.
+        student_head_VD: [V, D] of the same dtype. Gets a gradient.
+        teacher_hidden_TE: [T, E], any floating dtype; E need not be D.
+        teacher_head_VE: [V, E], any floating dtype. Whoever has several teachers calls once for each.
         row_weight_T: [T] of the student's dtype: the token's share of the loss. A row of weight 0 is not looked at,
-            whatever it holds. The tile form: float32.
+            whatever it holds; the tile form: float32.
         chunk_tokens: >= 1. Memory is at most 11 * chunk_tokens * V numbers, both logits among them, whatever T.
             The tile form has its own (`vocab_sweep`).
+
+    The tile form takes hidden states and heads that are each float32, which is rounded to bfloat16, or bfloat16, on
+    the CPU or the device; results come to where the student's hidden states are, gradients to where their tensor is.
 
     Returns:
         loss [], and kl_T [T] in nats, >= 0, 0 where the weight is 0; the latter has no gradient.

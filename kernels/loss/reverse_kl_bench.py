@@ -1,9 +1,11 @@
 """Cases of `reverse_kl` for `kernels/bench.py`: V4-Flash's head, student and teacher of one width."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from rollforward.kernels.bench import Case, Outputs
+from rollforward.kernels.bench import Case, Outputs, peer
 from rollforward.kernels.loss import vocab_sweep
 
 V, D = 129280, 4096
@@ -14,6 +16,25 @@ def compiled(hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head:
     log_p = torch.log_softmax((hidden @ head.t()).float(), -1)
     log_q = torch.log_softmax((teacher_hidden @ teacher_head.t()).float(), -1)
     return ((log_p.exp() * (log_p - log_q)).sum(-1) * weight).sum()
+
+
+def _liger(
+    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor
+) -> dict[str, Callable[[], object]]:
+    """Liger's Jensen-Shannon divergence from hidden states at beta 1, the reverse KL, where it is installed; a mean
+    over tokens, with gradients in BF16."""
+    theirs = peer("liger_kernel.chunked_loss.jsd_loss")
+    if theirs is None:
+        return {}
+    leaves = hidden.detach().requires_grad_(), head.detach().requires_grad_()
+    target = torch.zeros(len(hidden), device="cuda", dtype=torch.int64)
+
+    def run() -> object:
+        options = (target, None, None, 0.0, 1.0, 1.0, -100, 1.0, True, 1024)
+        loss = theirs.LigerFusedLinearJSDFunction.apply(*leaves, teacher_hidden, teacher_head, *options)
+        return torch.autograd.grad(loss[0] if isinstance(loss, tuple) else loss, leaves)
+
+    return {"Liger": run}
 
 
 def _case(tokens: int, *, with_peers: bool) -> Case:
@@ -57,7 +78,7 @@ def _case(tokens: int, *, with_peers: bool) -> Case:
         leaves = hidden.detach().requires_grad_(), head.detach().requires_grad_()
         return torch.autograd.grad(plain(*leaves, teacher_hidden, teacher_head, weight), leaves)
 
-    peers = {"torch.compile": by_compile} if with_peers else {}
+    peers = {"torch.compile": by_compile} | _liger(hidden, head, teacher_hidden, teacher_head) if with_peers else {}
     read = 2 * (tokens + V) * D * 2
     written = (tokens + V) * D * 4
     programs = vocab_sweep.programs(V, D, D)

@@ -5,8 +5,8 @@ for reverse KL one word for each element, which holds the teacher's logit, then 
 its first half, the gradient. Every program looks at rows one by one, so a wave's size does not change a bit of a
 row; the head's gradient sums over tokens wave by wave, in cuBLAS.
 
-Here: launches and memory. Not here: the programs (`vocab_tile`), autograd and the public ops (`reverse_kl`,
-`linear_logprob`). Nothing here waits for the device.
+Here: launches and memory. Not here: the programs (`vocab_tile`, `vocab_rows_tile`, `kept_tile`), the public ops
+(`reverse_kl`, `linear_logprob`). Nothing here waits for the device.
 """
 
 import functools
@@ -35,36 +35,43 @@ read once for each wave."""
 WEIGHTS, LOGITS = 1, 2
 """What `vocab_tile.logits` may write beside its stats: exp(z - top) as bfloat16, or the logits."""
 
-_MODULE = "loss.vocab_tile"
+_PRODUCTS, _ROWS = "loss.vocab_tile", "loss.vocab_rows_tile"
 
 
 def programs(V: int, D: int, teacher_width: int | None = None) -> list[Program]:
     """Return what `linear_logprob` over this head runs and, with a teacher of this width, `reverse_kl`."""
 
-    def logits(width: int, *, token: bool, keep: int) -> Program:
+    def logits(width: int, *, token: bool, keep: int, masked: bool = False) -> Program:
         pitch = {0: 1, WEIGHTS: V + PAD, LOGITS: V}[keep]
-        return program(_MODULE, "logits", V=V, D=width, tile_v=TILE_V, token=token, keep=keep, pitch=pitch)
+        sizes = {"V": V, "D": width, "tile_v": TILE_V, "pitch": pitch}
+        return program(_PRODUCTS, "logits", token=token, keep=keep, masked=masked, **sizes)
 
     wanted = [
         logits(D, token=True, keep=0),
+        logits(D, token=True, keep=0, masked=True),
         logits(D, token=True, keep=WEIGHTS),
-        program(_MODULE, "logprob_rows", V=V, tile_v=TILE_V),
-        program(_MODULE, "logprob_grad_rows", V=V, tile_v=TILE_V, pitch=V + PAD),
-        program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D, pitch=V + PAD),
+        logits(D, token=True, keep=WEIGHTS, masked=True),
+        program("loss.kept_tile", "kept_mask", V=V, tile_v=TILE_V),
+        program(_ROWS, "logprob_rows", V=V, tile_v=TILE_V),
+        program(_ROWS, "logprob_grad_rows", V=V, tile_v=TILE_V, pitch=V + PAD),
+        program(_PRODUCTS, "hidden_grad", V=V, D=D, tile_d=TILE_D, pitch=V + PAD),
     ]
     if teacher_width is not None:
         wanted += [
             logits(teacher_width, token=False, keep=LOGITS),
-            program(_MODULE, "student_logits", V=V, D=D, tile_v=TILE_V),
-            program(_MODULE, "reverse_kl_rows", V=V, tile_v=TILE_V),
-            program(_MODULE, "hidden_grad", V=V, D=D, tile_d=TILE_D, pitch=2 * V),
+            program(_PRODUCTS, "student_logits", V=V, D=D, tile_v=TILE_V),
+            program(_ROWS, "reverse_kl_rows", V=V, tile_v=TILE_V),
+            program(_PRODUCTS, "hidden_grad", V=V, D=D, tile_d=TILE_D, pitch=2 * V),
         ]
     return wanted
 
 
 class _Launchers(NamedTuple):
     value: Callable[..., None]
+    value_masked: Callable[..., None]
     weights: Callable[..., None]
+    weights_masked: Callable[..., None]
+    kept_mask: Callable[..., None]
     logprob_rows: Callable[..., None]
     logprob_grad_rows: Callable[..., None]
     hidden_grad: Callable[..., None]
@@ -87,34 +94,62 @@ def _kl_launchers(V: int, D: int, teacher_width: int) -> _KLLaunchers:
     return _KLLaunchers(*map(bind, programs(V, D, teacher_width)[-4:]))
 
 
+class KeptLists(NamedTuple):
+    """Tokens that each row's distribution is restricted to, on the device."""
+
+    counts_T: Tensor
+    """int64 [T], size of the row's set; 0 is the whole vocabulary."""
+    ids: Tensor
+    """int64 [sum of counts], at least one: the sets one after another, in [0, V)."""
+
+
 class Workspace(NamedTuple):
     """Memory of a walk, which holds nothing between calls; one walk at a time uses it."""
 
     hidden: Tensor
-    """[wave, D] bfloat16: the hidden states, rows without a gradient zero."""
+    """[wave, D] bfloat16: the hidden states, rows without a gradient zero. With a gradient."""
     logits: Tensor
-    """[wave, V]: words of 32 bits for a walk with a teacher, else bfloat16; at the end the gradient of the logits."""
+    """[wave, V]: words of 32 bits for a walk with a teacher, else bfloat16; at the end the gradient of the logits. With
+    a gradient."""
     stats: Tensor
     """float32: three numbers of each row's tiles, with a teacher ten."""
     token_logit: Tensor
     """[wave] float32."""
+    mask: Tensor
+    """[wave, words] int32: a bit for each token. With kept sets."""
     nothing: Tensor
     """[1, 1] bfloat16, for an argument that a program does not look at."""
     no_token: Tensor
     """[1] int32, likewise."""
 
 
-def workspace(V: int, D: int, device: torch.device, *, teacher: bool) -> Workspace:
-    """Allocate the memory of `reverse_kl_into` (teacher) or of the log-probability walks."""
+def workspace(
+    V: int, D: int, device: torch.device, *, teacher: bool = False, gradient: bool = False, kept: bool = False
+) -> Workspace:
+    """Allocate the memory of `reverse_kl_into` (teacher), of `logprob_gradients_into` (gradient) or of `logprob_into`;
+    the latter two with kept sets where they are given some (kept)."""
     make = functools.partial(torch.empty, device=device)
+    rows, tiles = WAVE if teacher or gradient else 0, -(-V // TILE_V)
     return Workspace(
-        hidden=make((WAVE, D), dtype=torch.bfloat16),
-        logits=make((WAVE, V), dtype=torch.float32) if teacher else make((WAVE, V + PAD), dtype=torch.bfloat16)[:, :V],
-        stats=make((10 if teacher else 3) * -(-V // TILE_V) * WAVE, dtype=torch.float32),
+        hidden=make((rows, D), dtype=torch.bfloat16),
+        logits=make((rows, V), dtype=torch.float32) if teacher else make((rows, V + PAD), dtype=torch.bfloat16)[:, :V],
+        stats=make((10 if teacher else 3) * tiles * WAVE, dtype=torch.float32),
         token_logit=make(WAVE, dtype=torch.float32),
+        mask=make((WAVE if kept else 0, tiles * TILE_V // 32), dtype=torch.int32),
         nothing=make((1, 1), dtype=torch.bfloat16),
         no_token=make(1, dtype=torch.int32),
     )
+
+
+def gradients_of(*asked: tuple[Tensor, bool]) -> list[Tensor | None]:
+    """Allocate a float32 gradient of each of these tensors that needs one; zeros where no row will write them."""
+    make = torch.empty if len(asked[0][0]) else torch.zeros
+    return [make(one.shape, dtype=torch.float32, device=one.device) if need else None for one, need in asked]
+
+
+def rounded(operand: Tensor) -> Tensor:
+    """Return a matrix as the programs take it: bfloat16, rows one after another."""
+    return operand.to(torch.bfloat16).contiguous()
 
 
 def _spans(start: int, stop: int, size: int) -> Iterator[slice]:
@@ -128,9 +163,9 @@ def _stats(space: Workspace, V: int, tokens: int, kinds: int = 3, *, behind: int
 
 
 def check_operands(op: str, /, **operands: Tensor) -> None:
-    """Raise unless these matrices are what the programs take: bfloat16, contiguous, rows of 16 whole bytes."""
+    """Raise unless the programs take these matrices, rounded: float32 or bfloat16, rows of 16 whole bytes."""
     for name, one in operands.items():
-        check_dtype(op, name, one, torch.bfloat16)
+        check_dtype(op, name, one, torch.float32, torch.bfloat16)
         check_multiple(op, f"{name}.shape[1]", one.shape[1], 8)
 
 
@@ -197,13 +232,27 @@ def reverse_kl_into(
         logits, words = space.logits[: len(hidden)], space.logits[: len(hidden)].view(torch.uint32)
         teacher_stats, stats = _stats(space, V, len(hidden)), _stats(space, V, len(hidden), behind=3)
         centres = _stats(space, V, len(hidden), TILE_V // PART, behind=6).flatten(0, 1)
-        no_token, no_logit = space.no_token, space.token_logit[:1]
-        launch.teacher(teacher_hidden_TE[wave], teacher_head_VE, 1.0, no_token, logits, teacher_stats, no_logit)
+        nothing = space.no_token, space.no_token.view(1, 1), space.token_logit[:1]
+        launch.teacher(teacher_hidden_TE[wave], teacher_head_VE, 1.0, *nothing[:2], logits, teacher_stats, nothing[2])
         launch.student(hidden, head_VD, logits, words, stats, centres)
         launch.rows(words.view(torch.uint16), stats, centres, teacher_stats, row_weight_T[wave], kl_T[wave])
         logits_grad = words.view(torch.bfloat16)[:, :V]
         grad_hidden = None if grad_hidden_TD is None else grad_hidden_TD[wave]
         _give(launch.hidden_grad, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)
+
+
+def _masks(space: Workspace, kept: KeptLists | None, kept_mask: Callable[..., None]) -> Callable[[slice], Tensor]:
+    """What makes the mask of a wave's rows, or the argument that says nothing."""
+    if kept is None:
+        return lambda _: space.no_token.view(1, 1)
+    ends_T = kept.counts_T.cumsum(0)
+
+    def mask_of(wave: slice) -> Tensor:
+        mask = space.mask[: wave.stop - wave.start]
+        kept_mask(kept.counts_T[wave], ends_T[wave], kept.ids, mask)
+        return mask
+
+    return mask_of
 
 
 def logprob_into(
@@ -214,16 +263,21 @@ def logprob_into(
     logprob_T: Tensor,
     entropy_T: Tensor,
     space: Workspace,
+    *,
+    kept: KeptLists | None = None,
 ) -> None:
-    """Write log-probability and entropy of softmax(scale * hidden @ head.T) at each row's token; no logits are kept.
+    """Write log-probability and entropy of softmax(scale * hidden @ head.T), over the row's kept set where it has one,
+    at each row's token; no logits are kept.
 
     hidden_TD and head_VD are bfloat16, token_T int32. May be captured in a CUDA graph.
     """
     launch = _launchers(*head_VD.shape)
+    mask_of = _masks(space, kept, launch.kept_mask)
+    value = launch.value if kept is None else launch.value_masked
     for rows in _spans(0, len(token_T), WAVE):
         tokens = rows.stop - rows.start
         stats, token_logit = _stats(space, head_VD.shape[0], tokens), space.token_logit[:tokens]
-        launch.value(hidden_TD[rows], head_VD, scale, token_T[rows], space.nothing, stats, token_logit)
+        value(hidden_TD[rows], head_VD, scale, token_T[rows], mask_of(rows), space.nothing, stats, token_logit)
         launch.logprob_rows(stats, token_logit, logprob_T[rows], entropy_T[rows])
 
 
@@ -240,11 +294,12 @@ def logprob_gradients_into(
     *,
     adds: bool,
     values: tuple[Tensor, Tensor] | None = None,
+    kept: KeptLists | None = None,
 ) -> None:
     """Write the gradients of the weighted sums of log-probabilities and entropies, from logits made here.
 
     Args:
-        hidden_TD: [T, D] bfloat16.
+        hidden_TD: [T, D] bfloat16 or float32 that is rounded to it.
         head_VD: [V, D] bfloat16.
         token_T: [T] int32.
         scale: the logits' factor, 1 / temperature.
@@ -252,22 +307,25 @@ def logprob_gradients_into(
         grad_entropy_T: [T] float32. Rows where both are 0 may hold anything.
         grad_hidden_TD: [T, D] float32, written; None: not asked for.
         grad_head_VD: [V, D] float32, written or, with `adds`, added to; None: not asked for.
-        space: what `workspace(..., teacher=False)` made.
+        space: what `workspace(..., gradient=True)` made.
         adds: whether the head's gradient is added to.
         values: log-probability and entropy, [T] float32 each, written, for whoever knows the weights before them;
             rows without a gradient then count as hidden states of 0.
+        kept: sets that the rows' distributions are over; None: the whole vocabulary.
 
     Invariants: may be captured in a CUDA graph.
     """
     V, D = head_VD.shape
     launch = _launchers(V, D)
+    mask_of = _masks(space, kept, launch.kept_mask)
+    weights = launch.weights if kept is None else launch.weights_masked
     for wave in _spans(0, len(token_T), WAVE):
         idle = (grad_logprob_T[wave] == 0) & (grad_entropy_T[wave] == 0)
         hidden = _take_hidden(space, hidden_TD, wave, idle)
         tokens = len(hidden)
         logits_grad, token_logit = space.logits[:tokens], space.token_logit[:tokens]
         stats = _stats(space, V, tokens)
-        launch.weights(hidden, head_VD, scale, token_T[wave], logits_grad, stats, token_logit)
+        weights(hidden, head_VD, scale, token_T[wave], mask_of(wave), logits_grad, stats, token_logit)
         if values is not None:
             launch.logprob_rows(stats, token_logit, values[0][wave], values[1][wave])
         launch.logprob_grad_rows(logits_grad, stats, token_T[wave], grad_logprob_T[wave], grad_entropy_T[wave], scale)

@@ -1,8 +1,9 @@
-"""Kernels over the whole vocabulary for sm_90a: logits with what a softmax needs of them, and their gradients.
+"""Products over the whole vocabulary for sm_90a: logits with what a softmax needs of them, and the gradient of the
+hidden states.
 
 Letters: N tokens of a chunk, the only size that changes at run time; V vocabulary; D width; S tiles of the vocabulary.
 Every order of summation is a function of the constants, so a row's bits depend neither on N nor on the row's place.
-Callers: `vocab_sweep`.
+What is done to rows of logits between the products: `vocab_rows_tile`. Caller: `vocab_sweep`.
 """
 
 import tilelang.language as T
@@ -21,14 +22,10 @@ PART = 64
 WEIGHTS, LOGITS = 1, 2
 """What `logits` may write beside its stats."""
 
-ROW_THREADS, ROW_EACH = 256, 8
-"""Threads of a row, and neighbouring columns that each takes at once."""
-
-ROW_STEP = ROW_THREADS * ROW_EACH
-
 
 def _product(D: int, tile_v: int):
-    """Both sides of a tile's product hidden @ head.T over D: who loads and who multiplies, which meet at barriers."""
+    """Both sides of tiles' products hidden @ head.T over D, which meet at barriers: who loads for one tile after
+    another, and who multiplies for one."""
     steps = -(-D // TILE_K)
 
     @T.macro
@@ -59,15 +56,37 @@ def _product(D: int, tile_v: int):
         if thread % 32 == 0:
             T.mbarrier_arrive(empty[(u * steps + steps - 1) % STAGES])
 
-    return load, multiply
+    @T.macro
+    def load_all(units, row_tiles, cta, hidden, head, x, w, full, empty, thread):
+        row = T.alloc_var(T.int32)
+        tile = T.alloc_var(T.int32)
+        T.dec_max_nreg(24)
+        if thread < LOADER:
+            for u in T.serial(units):
+                row = (u * CTAS + cta) % row_tiles * TILE_N
+                tile = (u * CTAS + cta) // row_tiles
+                load(u, row, tile * tile_v, hidden, head, x, w, full, empty, thread)
+
+    return load_all, multiply
 
 
-def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> PrimFunc:
+@T.macro
+def _give_sums(mass_sum, moment_sum, mass, moment, stats, row, tile):
+    """Write a tile's mass and moment."""
+    T.finalize_reducer(mass_sum, mass)
+    T.finalize_reducer(moment_sum, moment)
+    T.copy(mass, stats[1, tile, row])
+    T.copy(moment, stats[2, tile, row])
+
+
+def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int, masked: bool) -> PrimFunc:
     """Of the logits z = scale * hidden @ head.T [N, V], for each row and tile: top, mass and moment, which are its
     largest logit, sum exp(z - top) and sum exp(z - top) * (z - top).
 
     Args:
         token: write each row's logit of its own token.
+        masked: z is -inf where the row's bit in mask is 0 (`kept_tile`); of a tile without a bit top is -inf, and mass
+            and moment are 0.
         keep: what else of the logits is written: nothing (0), exp(z - top) as bfloat16 (`WEIGHTS`), the logits
             (`LOGITS`).
         pitch: numbers from one row of what is written to the next.
@@ -76,7 +95,7 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> P
     N = T.dynamic("N")
     part = 2 * PART if keep == WEIGHTS else PART  # of 32 KiB in both cases
     kept_dtype = T.float32 if keep == LOGITS else T.bfloat16
-    load, multiply = _product(D, tile_v)
+    load_all, multiply = _product(D, tile_v)
 
     @T.macro
     def store(z, staged, kept, row, column):
@@ -95,6 +114,7 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> P
         head: T.Tensor((V, D), T.bfloat16),
         scale: T.float32,
         token_ids: T.Tensor((N if token else 1,), T.int32),
+        mask: T.Tensor((N if masked else 1, S * tile_v // 32 if masked else 1), T.int32),
         kept: T.StridedTensor((N if keep else 1, V if keep else 1), (pitch, 1), kept_dtype),
         stats: T.Tensor((3, S, N), T.float32),
         token_logit: T.Tensor((N if token else 1,), T.float32),
@@ -112,16 +132,13 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> P
             row_tiles = T.ceildiv(N, TILE_N)
             units = T.ceildiv(row_tiles * S - cta, CTAS)
             if thread >= CONSUMERS:
-                T.dec_max_nreg(24)
-                if thread < LOADER:
-                    for u in T.serial(units):
-                        row = (u * CTAS + cta) % row_tiles * TILE_N
-                        tile = (u * CTAS + cta) // row_tiles
-                        load(u, row, tile * tile_v, hidden, head, x, w, full, empty, thread)
+                load_all(units, row_tiles, cta, hidden, head, x, w, full, empty, thread)
             else:
                 T.inc_max_nreg(240)
                 z = T.alloc_fragment((TILE_N, tile_v), T.float32)
                 wanted = T.alloc_fragment((TILE_N,), T.int32)
+                if masked:
+                    bits = T.alloc_fragment((TILE_N, tile_v // 32), T.int32)
                 top = T.alloc_fragment((TILE_N,), T.float32)
                 mass = T.alloc_fragment((TILE_N,), T.float32)
                 moment = T.alloc_fragment((TILE_N,), T.float32)
@@ -133,6 +150,12 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> P
                     multiply(u, x, w, z, full, empty, thread)
                     for i, j in T.Parallel(TILE_N, tile_v):
                         z[i, j] *= scale
+                    if masked:
+                        for i, j in T.Parallel(TILE_N, tile_v // 32):
+                            bits[i, j] = mask[T.min(row + i, N - 1), tile * (tile_v // 32) + j]
+                        for i, j in T.Parallel(TILE_N, tile_v):
+                            bit = (bits[i, j // 32] >> (j % 32)) & 1
+                            z[i, j] = T.if_then_else(bit != 0, z[i, j], -T.infinity(T.float32))
                     if keep == LOGITS:
                         store(z, staged, kept, row, tile * tile_v)
                     if token:
@@ -140,26 +163,28 @@ def logits(V: int, D: int, tile_v: int, token: bool, keep: int, pitch: int) -> P
                         for i, j in T.Parallel(TILE_N, tile_v):
                             if wanted[i] == tile * tile_v + j and row + i < N:
                                 token_logit[row + i] = z[i, j]
-                    if V % tile_v:
+                    if V % tile_v and not masked:
                         for i, j in T.Parallel(TILE_N, tile_v):
                             z[i, j] = T.if_then_else(tile * tile_v + j < V, z[i, j], -T.infinity(T.float32))
                     T.reduce_max(z, top, dim=1)
+                    if masked:  # what is about it must be a number
+                        T.copy(top, stats[0, tile, row])
+                        for i in T.Parallel(TILE_N):
+                            top[i] = T.max(top[i], T.min_value(T.float32))
                     T.reducer_init(mass_sum)
                     T.reducer_init(moment_sum)
                     for i, j in T.Parallel(TILE_N, tile_v):
                         weight = T.__exp(z[i, j] - top[i])
                         T.reducer_update(mass_sum[i], weight)
                         slope = weight * (z[i, j] - top[i])
-                        if V % tile_v:  # 0 * -inf
-                            slope = T.if_then_else(tile * tile_v + j < V, slope, 0.0)
+                        if masked or V % tile_v:  # 0 * -inf; sums are rounded alike in all programs
+                            slope = weight * T.max(z[i, j] - top[i], T.min_value(T.float32))
                         T.reducer_update(moment_sum[i], slope)
                         if keep == WEIGHTS:
                             z[i, j] = weight
-                    T.finalize_reducer(mass_sum, mass)
-                    T.finalize_reducer(moment_sum, moment)
-                    T.copy(top, stats[0, tile, row])
-                    T.copy(mass, stats[1, tile, row])
-                    T.copy(moment, stats[2, tile, row])
+                    if not masked:
+                        T.copy(top, stats[0, tile, row])
+                    _give_sums(mass_sum, moment_sum, mass, moment, stats, row, tile)
                     if keep == WEIGHTS:
                         store(z, staged, kept, row, tile * tile_v)
                 T.tma_store_wait(0, read=False)
@@ -179,7 +204,7 @@ def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
     S = -(-V // tile_v)
     parts = tile_v // PART
     N = T.dynamic("N")
-    load, multiply = _product(D, tile_v)
+    load_all, multiply = _product(D, tile_v)
 
     @T.macro
     def fold(z, weights, p, place, top, mass_sum, moment_sum, of_part, centre, centres, staged, words):
@@ -238,12 +263,7 @@ def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
             row_tiles = T.ceildiv(N, TILE_N)
             units = T.ceildiv(row_tiles * S - cta, CTAS)
             if thread >= CONSUMERS:
-                T.dec_max_nreg(24)
-                if thread < LOADER:
-                    for u in T.serial(units):
-                        row = (u * CTAS + cta) % row_tiles * TILE_N
-                        tile = (u * CTAS + cta) // row_tiles
-                        load(u, row, tile * tile_v, hidden, head, x, w, full, empty, thread)
+                load_all(units, row_tiles, cta, hidden, head, x, w, full, empty, thread)
             else:
                 T.inc_max_nreg(240)
                 z = T.alloc_fragment((TILE_N, tile_v), T.float32)
@@ -279,11 +299,8 @@ def student_logits(V: int, D: int, tile_v: int) -> PrimFunc:
                             *(z, odd, 2 * pair + 1, (row, tile), top, mass_sum, moment_sum),
                             *(of_part, centre, centres, staged, words),
                         )
-                    T.finalize_reducer(mass_sum, mass)
-                    T.finalize_reducer(moment_sum, moment)
                     T.copy(top, stats[0, tile, row])
-                    T.copy(mass, stats[1, tile, row])
-                    T.copy(moment, stats[2, tile, row])
+                    _give_sums(mass_sum, moment_sum, mass, moment, stats, row, tile)
                 T.tma_store_wait(0, read=False)
 
     return student_logits_kernel
@@ -315,166 +332,3 @@ def hidden_grad(V: int, D: int, tile_d: int, pitch: int) -> PrimFunc:
             T.copy(y, grad[row * TILE_N, column * tile_d])
 
     return hidden_grad_kernel
-
-
-@T.macro
-def _fold(stats, row, S, P, about_top, top, mass, mean, scales):
-    """Of a row's tiles: its largest logit, its mass above that, and its moment over its mass; of each tile what its
-    weights are multiplied by to become probabilities.
-
-    `about_top`: the tiles' moments are about their own tops, and the row's becomes one about the row's.
-    """
-    tops = T.alloc_fragment((P,), T.float32)
-    masses = T.alloc_fragment((P,), T.float32)
-    moments = T.alloc_fragment((P,), T.float32)
-    for i in T.Parallel(P):
-        tops[i] = T.if_then_else(i < S, stats[0, i, row], -T.infinity(T.float32))
-        masses[i] = T.if_then_else(i < S, stats[1, i, row], 0.0)
-        moments[i] = T.if_then_else(i < S, stats[2, i, row], 0.0)
-    T.reduce_max(tops, top, dim=0)
-    for i in T.Parallel(P):
-        if about_top:  # 0 * -inf
-            moments[i] += T.if_then_else(masses[i] > 0, (tops[i] - top[0]) * masses[i], 0.0)
-        tops[i] = T.__exp(tops[i] - top[0])
-        moments[i] *= tops[i]
-        masses[i] *= tops[i]
-    T.reduce_sum(masses, mass, dim=0)
-    T.reduce_sum(moments, mean, dim=0)
-    mean[0] = mean[0] / mass[0]
-    for i in T.Parallel(P):
-        scales[i] = tops[i] / mass[0]
-
-
-def _padded(S: int) -> int:
-    """Tiles of a row as a multiple of its threads."""
-    return max(ROW_THREADS, 1 << (S - 1).bit_length())
-
-
-def reverse_kl_rows(V: int, tile_v: int) -> PrimFunc:
-    """KL(student || teacher) of each row [N], and the gradient of the student's logits, from `student_logits`' words,
-    its centres, and both stats. A row of weight 0 is written as zeros, whatever it holds.
-
-        lead = sum p (z - u);   kl = lead - (log sum exp z - log sum exp u);   dz = weight * p * (z - u - lead)
-
-    The gradient is V bfloat16 at the start of each row of words, which are halves [N, 2 V] here.
-    """
-    S = -(-V // tile_v)
-    P = _padded(S)
-    N = T.dynamic("N")
-
-    @T.prim_func
-    def reverse_kl_rows_kernel(
-        halves: T.Tensor((N, 2 * V), T.uint16),
-        student_stats: T.Tensor((3, S, N), T.float32),
-        centres: T.Tensor((S * (tile_v // PART), N), T.float32),
-        teacher_stats: T.Tensor((3, S, N), T.float32),
-        row_weight: T.Tensor((N,), T.float32),
-        kl: T.Tensor((N,), T.float32),
-    ):
-        with T.Kernel(N, threads=ROW_THREADS) as row:
-            p_top = T.alloc_fragment((1,), T.float32)
-            q_top = T.alloc_fragment((1,), T.float32)
-            p_mass = T.alloc_fragment((1,), T.float32)
-            q_mass = T.alloc_fragment((1,), T.float32)
-            lead = T.alloc_fragment((1,), T.float32)
-            unused = T.alloc_fragment((1,), T.float32)
-            scales = T.alloc_shared((P,), T.float32)
-            held = T.alloc_local((2 * ROW_EACH,), T.uint16)
-            thread = T.get_thread_binding()
-
-            _fold(teacher_stats, row, S, P, True, q_top, q_mass, unused, scales)
-            T.sync_threads()
-            _fold(student_stats, row, S, P, False, p_top, p_mass, lead, scales)
-            weight = row_weight[row]
-            value = (lead[0] - (p_top[0] - q_top[0])) - T.log(p_mass[0] / q_mass[0])
-            for _ in T.Parallel(1):
-                kl[row] = T.if_then_else(weight != 0.0, T.max(value, 0.0), 0.0)
-            for step in T.serial(T.ceildiv(V, ROW_STEP)):
-                at = step * ROW_STEP + thread * ROW_EACH
-                if at < V:
-                    for j in T.vectorized(2 * ROW_EACH):
-                        held[j] = halves[row, 2 * at + j]
-                T.sync_threads()  # all have read what is written over; the first time also the tiles' numbers are there
-                if at < V:
-                    centre = centres[at // PART, row] - lead[0]
-                    scale = weight * scales[at // tile_v]
-                    for j in T.unroll(ROW_EACH):
-                        p = T.reinterpret(T.Cast(T.uint32, held[2 * j]) << 16, T.float32)
-                        slope = T.reinterpret(T.Cast(T.uint32, held[2 * j + 1]) << 16, T.float32)
-                        value = T.if_then_else(weight != 0.0, scale * (slope + p * centre), 0.0)
-                        held[j] = T.reinterpret(T.Cast(T.bfloat16, value), T.uint16)
-                    for j in T.vectorized(ROW_EACH):
-                        halves[row, at + j] = held[j]
-
-    return reverse_kl_rows_kernel
-
-
-def logprob_rows(V: int, tile_v: int) -> PrimFunc:
-    """Of each row [N]: log-probability of its token, and entropy."""
-    S = -(-V // tile_v)
-    P = _padded(S)
-    N = T.dynamic("N")
-
-    @T.prim_func
-    def logprob_rows_kernel(
-        stats: T.Tensor((3, S, N), T.float32),
-        token_logit: T.Tensor((N,), T.float32),
-        logprob: T.Tensor((N,), T.float32),
-        entropy: T.Tensor((N,), T.float32),
-    ):
-        with T.Kernel(N, threads=ROW_THREADS) as row:
-            top = T.alloc_fragment((1,), T.float32)
-            mass = T.alloc_fragment((1,), T.float32)
-            mean = T.alloc_fragment((1,), T.float32)
-            scales = T.alloc_fragment((P,), T.float32)
-            _fold(stats, row, S, P, True, top, mass, mean, scales)
-            for _ in T.Parallel(1):
-                logprob[row] = (token_logit[row] - top[0]) - T.log(mass[0])
-                entropy[row] = T.log(mass[0]) - mean[0]
-
-    return logprob_rows_kernel
-
-
-def logprob_grad_rows(V: int, tile_v: int, pitch: int) -> PrimFunc:
-    """In place of a row's weights [N, V]: the gradient of the logits before their scale, from those of its
-    log-probability (a) and entropy (b): scale * (a (onehot - p) - b p (log p + entropy)).
-
-    Rows where a and b are 0 are zeros, whatever they hold. From one row to the next there are `pitch` numbers.
-    """
-    S = -(-V // tile_v)
-    P = _padded(S)
-    N = T.dynamic("N")
-
-    @T.prim_func
-    def logprob_grad_rows_kernel(
-        kept: T.StridedTensor((N, V), (pitch, 1), T.bfloat16),
-        stats: T.Tensor((3, S, N), T.float32),
-        token_ids: T.Tensor((N,), T.int32),
-        logprob_grads: T.Tensor((N,), T.float32),
-        entropy_grads: T.Tensor((N,), T.float32),
-        scale: T.float32,
-    ):
-        with T.Kernel(N, threads=ROW_THREADS) as row:
-            top = T.alloc_fragment((1,), T.float32)
-            mass = T.alloc_fragment((1,), T.float32)
-            mean = T.alloc_fragment((1,), T.float32)
-            scales = T.alloc_shared((P,), T.float32)
-            weights = T.alloc_fragment((ROW_STEP,), T.bfloat16)
-
-            _fold(stats, row, S, P, True, top, mass, mean, scales)
-            a = logprob_grads[row] * scale
-            b = entropy_grads[row] * scale
-            entropy = T.log(mass[0]) - mean[0]
-            token = token_ids[row]
-            T.sync_threads()
-            for step in T.serial(T.ceildiv(V, ROW_STEP)):
-                T.copy(kept[row, step * ROW_STEP], weights)
-                for j in T.Parallel(ROW_STEP):
-                    tile = T.min((step * ROW_STEP + j) // tile_v, S - 1)
-                    p = T.Cast(T.float32, weights[j]) * scales[tile]
-                    surprise = T.if_then_else(p > 0, T.__log(p) + entropy, 0.0)
-                    own = T.if_then_else(step * ROW_STEP + j == token, a, 0.0)
-                    weights[j] = T.if_then_else((a != 0.0) | (b != 0.0), own - p * (a + b * surprise), 0.0)
-                T.copy(weights, kept[row, step * ROW_STEP])
-
-    return logprob_grad_rows_kernel

@@ -1,7 +1,9 @@
 """Public ops on MXFP4 weights (routed experts): quantise, dequantise, fake-quantise, convert to block FP8.
 
-One quantiser serves the trainer's forward, the exporter, the checkpoint writer and the tests. Its tile form reads the
-weights once (`mxfp4_sweep`) and gives the same bytes.
+One quantiser serves the trainer's forward, the exporter, the checkpoint writer and the tests. The tile form of each op
+gives the same bytes and reads what it is given once (`mxfp4_sweep`); operands on the CPU are copied to the device, and
+results come back to where they were. Between FP4 and FP8 it takes R and K that are multiples of 128; weights may also
+be bfloat16. Ops that count or refuse wait for the device.
 What does not live here: FP4 activations of the indexer (`fp4_group.py`).
 """
 
@@ -11,9 +13,13 @@ import torch
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype, check_multiple
+from rollforward.kernels.errors import DtypeError, ScaleRangeError
+from rollforward.kernels.operators import on_device
 from rollforward.kernels.quant import mxfp4_sweep
 from rollforward.kernels.quant.formats import E2M1, FP8_BLOCK, MXFP4_GROUP, check_finite_amax
 from rollforward.kernels.quant.mxfp4_ref import (
+    NAN_MESSAGE,
+    clamp_message,
     fake_quant_mxfp4_ref,
     mxfp4_dequantise_ref,
     mxfp4_quantise_ref,
@@ -55,28 +61,73 @@ class MXFP4AndFP8(NamedTuple):
     """Groups whose scale was raised."""
 
 
-def _quantise_tile(w: torch.Tensor, *, fp8: bool, turned: bool) -> tuple[mxfp4_sweep.Quantised, int]:
-    op = "mxfp4_quantise"
+def _check_blocks(op: str, w: torch.Tensor, *, what: str = "w", packing: int = 1) -> None:
+    for name, size in zip("RK", (w.shape[-2], w.shape[-1] * packing), strict=True):
+        check_multiple(op, f"{name} of {what}, in the tile form,", size, FP8_BLOCK)
+
+
+def _matrices(stacked: torch.Tensor) -> torch.Tensor:
+    """[..., R, K] as [E, R, K] on the device."""
+    return on_device(stacked.detach())[0].reshape(-1, *stacked.shape[-2:]).contiguous()
+
+
+def _given_back(like: torch.Tensor, *results: torch.Tensor) -> list[torch.Tensor]:
+    """[E, ...] as [..., ...], where and stacked as an operand was."""
+    return [one.reshape(*like.shape[:-2], *one.shape[1:]).to(like.device) for one in results]
+
+
+def _quantise_tile(op: str, w: torch.Tensor, *, fp8: bool, turned: bool) -> tuple[mxfp4_sweep.Quantised, int]:
     bind_shapes(op, w=(w, "... R K"))
     check_dtype(op, "w", w, torch.float32, torch.bfloat16)
-    for name, size in zip("RK", w.shape[-2:], strict=True):
-        check_multiple(op, f"{name} of w, in the tile form,", size, FP8_BLOCK)
-    stacked = w.detach().reshape(-1, *w.shape[-2:]).contiguous()
-    out = mxfp4_sweep.outputs(*stacked.shape, w.device, fp8=fp8, turned=turned)
+    _check_blocks(op, w)
+    stacked = _matrices(w)
+    out = mxfp4_sweep.Quantised(*mxfp4_sweep.quantise(stacked, fp8, turned))
     if not len(stacked):
         return out, 0
-    mxfp4_sweep.quantise_into(stacked, out, fp8=fp8, turned=turned)
     lowest, num_clamped = torch.stack([out.raised.amin(), out.raised.sum()]).tolist()
     if lowest < 0:
         check_finite_amax(op, E2M1, w.abs().amax().float(), w.float())
     return out, num_clamped
 
 
+def _to_fp8_tile(packed: torch.Tensor, scale: torch.Tensor, *, turned: bool) -> tuple[mxfp4_sweep.Converted, int]:
+    _check_blocks("mxfp4_to_fp8", packed, what="packed", packing=2)
+    stacked = _matrices(packed)
+    out = mxfp4_sweep.Converted(*mxfp4_sweep.to_fp8(stacked, _matrices(scale), turned))
+    if not len(stacked):
+        return out, 0
+    lowest, num_lossy = torch.stack([out.lost.amin(), out.lost.sum()]).tolist()
+    if lowest < 0:
+        raise ScaleRangeError(NAN_MESSAGE)
+    return out, num_lossy
+
+
+def _to_fp8(
+    packed: torch.Tensor, scale: torch.Tensor, *, turned: bool, strict: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Payload, its transpose (anything unless `turned`), block scales, groups that lost something."""
+    _check_packed("mxfp4_to_fp8", packed, scale)
+    if dispatch.is_tile("mxfp4"):
+        out, num_lossy = _to_fp8_tile(packed, scale, turned=turned)
+        payload, block_scale = _given_back(packed, out.payload, out.block_scale)
+        back = _given_back(packed, out.turned)[0] if turned else payload
+    else:
+        payload, block_scale, num_lossy = mxfp4_to_fp8_ref(packed, scale)
+        back = _turned(payload) if turned else payload
+    if strict and num_lossy:
+        raise ScaleRangeError(clamp_message("mxfp4_to_fp8", num_lossy))
+    return payload, back, block_scale, num_lossy
+
+
+def _turned(payload: torch.Tensor) -> torch.Tensor:
+    return payload.view(torch.uint8).mT.contiguous().view(payload.dtype)
+
+
 def mxfp4_quantise_fp8(w: torch.Tensor, *, turned: bool = False) -> MXFP4AndFP8:
     """Quantise master weights to MXFP4 and to the block FP8 of the same values, `mxfp4_to_fp8` of it, in one pass.
 
     Args:
-        w: [..., R, K] float32, finite, K a multiple of 32; the tile form: also bfloat16, R and K multiples of 128.
+        w: [..., R, K] float32, finite, K a multiple of 32.
         turned: also the FP8 payload transposed, for products over R.
 
     Returns:
@@ -88,14 +139,13 @@ def mxfp4_quantise_fp8(w: torch.Tensor, *, turned: bool = False) -> MXFP4AndFP8:
     Invariants: as `mxfp4_quantise`; the bytes of the tile form are those of the reference.
     """
     if dispatch.is_tile("mxfp4"):
-        out, num_clamped = _quantise_tile(w, fp8=True, turned=turned)
-        both = out.packed.view(torch.int8), out.scale, out.payload, out.block_scale
-        packed, scale, payload, block_scale = (one.view(*w.shape[:-2], *one.shape[1:]) for one in both)
-        back = out.turned.view(*w.shape[:-2], *out.turned.shape[1:]) if turned else None
-        return MXFP4AndFP8(packed, scale, payload, block_scale, back, num_clamped)
+        out, num_clamped = _quantise_tile("mxfp4_quantise_fp8", w, fp8=True, turned=turned)
+        results = out.packed.view(torch.int8), out.scale, out.payload, out.block_scale
+        back = _given_back(w, out.turned)[0] if turned else None
+        return MXFP4AndFP8(*_given_back(w, *results), back, num_clamped)
     packed, scale, num_clamped = mxfp4_quantise_counted(w)
     payload, block_scale, _ = mxfp4_to_fp8_ref(packed, scale)
-    back = payload.view(torch.uint8).mT.contiguous().view(payload.dtype) if turned else None
+    back = _turned(payload) if turned else None
     return MXFP4AndFP8(packed, scale, payload, block_scale, back, num_clamped)
 
 
@@ -122,43 +172,50 @@ def mxfp4_quantise(w: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tens
     Source: official convert.py (layout), kernel.py (scale rule, rounding).
     Example: one group with 1.0, -0.3, 0.25, 2.7 -> scale byte 126 (0.5), values 1.0, -0.25, 0.25, 3.0
     """
-    if dispatch.is_tile("mxfp4") and not strict:
-        return mxfp4_quantise_counted(w)[:2]
-    _check_weight("mxfp4_quantise", w)
-    packed, scale, _ = mxfp4_quantise_ref(w.detach(), strict=strict)
+    packed, scale, num_clamped = mxfp4_quantise_counted(w)
+    if strict and num_clamped:
+        raise ScaleRangeError(clamp_message("mxfp4_quantise", num_clamped))
     return packed, scale
 
 
 def mxfp4_quantise_counted(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return `mxfp4_quantise(w)` and `mxfp4_clamped_groups(w)`, with the scales computed once."""
     if dispatch.is_tile("mxfp4"):
-        out, num_clamped = _quantise_tile(w, fp8=False, turned=False)
-        packed, scale = (one.view(*w.shape[:-2], *one.shape[1:]) for one in (out.packed.view(torch.int8), out.scale))
+        out, num_clamped = _quantise_tile("mxfp4_quantise", w, fp8=False, turned=False)
+        packed, scale = _given_back(w, out.packed.view(torch.int8), out.scale)
         return packed, scale, num_clamped
-    _check_weight("mxfp4_quantise_counted", w)
+    _check_weight("mxfp4_quantise", w)
     return mxfp4_quantise_ref(w.detach())
 
 
 def mxfp4_clamped_groups(w: torch.Tensor) -> int:
     """Return how many 1x32 groups of [..., R, K] float32 the clamped-group policy touches (health metric)."""
+    if dispatch.is_tile("mxfp4"):
+        return _quantise_tile("mxfp4_clamped_groups", w, fp8=False, turned=False)[1]
     _check_weight("mxfp4_clamped_groups", w)
     return int(mxfp4_scales_ref(w.detach())[1].sum())
 
 
-def mxfp4_dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the exact float32 value of packed MXFP4: E2M1 code x 2^(byte - 127).
+def mxfp4_dequantise(packed: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the exact value of packed MXFP4: E2M1 code x 2^(byte - 127).
 
     Args:
         packed: [..., R, K/2] int8.
-        scale: [..., R, K/32] uint8; byte 255 gives NaN.
+        scale: [..., R, K/32] uint8; byte 255 gives NaN, 253 and 254 infinity for the codes that float32 has not.
+        dtype: float32 or bfloat16; both hold every value.
 
     Returns:
-        [..., R, K] float32.
+        [..., R, K] of that dtype.
 
     Source: official convert.py.
     """
     _check_packed("mxfp4_dequantise", packed, scale)
-    return mxfp4_dequantise_ref(packed, scale)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise DtypeError(f"mxfp4_dequantise: dtype is {dtype}; the op gives float32 or bfloat16.")
+    if dispatch.is_tile("mxfp4"):
+        numbers = mxfp4_sweep.dequantise(*(one.contiguous() for one in on_device(packed, scale)), dtype)
+        return numbers.to(packed.device)
+    return mxfp4_dequantise_ref(packed, scale).to(dtype)
 
 
 def fake_quant_mxfp4(w: torch.Tensor) -> torch.Tensor:
@@ -175,8 +232,15 @@ def fake_quant_mxfp4(w: torch.Tensor) -> torch.Tensor:
 
     Invariants: deterministic; blocks of 128x128 are independent; saves nothing for the backward pass.
     """
+    if dispatch.is_tile("mxfp4"):
+        return straight_through(_fake_quant_tile, w)
     _check_weight("fake_quant_mxfp4", w)
     return straight_through(fake_quant_mxfp4_ref, w)
+
+
+def _fake_quant_tile(w: torch.Tensor) -> torch.Tensor:
+    out, _ = _quantise_tile("fake_quant_mxfp4", w, fp8=False, turned=False)
+    return _given_back(w, mxfp4_sweep.dequantise(out.packed.view(torch.int8), out.scale, w.dtype))[0]
 
 
 def mxfp4_to_fp8(
@@ -203,8 +267,16 @@ def mxfp4_to_fp8(
 
     Source: official convert.py (FP4 to FP8 cast); report 5.2.1; exactness proved over all codes in the tests.
     """
-    _check_packed("mxfp4_to_fp8", packed, scale)
-    return mxfp4_to_fp8_ref(packed, scale, strict=strict)
+    payload, _, block_scale, num_lossy = _to_fp8(packed, scale, turned=False, strict=strict)
+    return payload, block_scale, num_lossy
+
+
+def mxfp4_to_fp8_turned(
+    packed: torch.Tensor, scale: torch.Tensor, *, strict: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Return what `mxfp4_to_fp8` returns, and after the payload its transpose [..., K, R], contiguous, for products
+    over R; in one pass in the tile form."""
+    return _to_fp8(packed, scale, turned=True, strict=strict)
 
 
 def mxfp4_canonicalise(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,5 +292,4 @@ def mxfp4_canonicalise(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch
     Invariants: idempotent byte for byte; hashes of published weights are over this form.
     """
     _check_packed("mxfp4_canonicalise", packed, scale)
-    packed, scale, _ = mxfp4_quantise_ref(mxfp4_dequantise_ref(packed, scale))
-    return packed, scale
+    return mxfp4_quantise(mxfp4_dequantise(packed, scale))

@@ -28,6 +28,7 @@ from rollforward.kernels.quant.formats import (
 )
 
 _GROUPS_PER_BLOCK = FP8_BLOCK // MXFP4_GROUP
+NAN_MESSAGE = "mxfp4_to_fp8: scale holds byte 255 (NaN); every E8M0 scale must be 0..254. Reload it."
 _LOWEST_SHIFT = -13
 """At 2^-13 and below even 6 rounds to zero in E4M3."""
 
@@ -71,15 +72,12 @@ def _round_mxfp4(w_RK: torch.Tensor, byte_RJ: torch.Tensor) -> torch.Tensor:
     return round_to_grid(E2M1, groups * power_of_two(254 - byte_RJ).unsqueeze(-1))
 
 
-def mxfp4_quantise_ref(w_RK: torch.Tensor, *, strict: bool = False) -> tuple[torch.Tensor, torch.Tensor, int]:
+def mxfp4_quantise_ref(w_RK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Quantise [..., R, K] float32 to (packed int8 [..., R, K/2], scale bytes uint8 [..., R, K/32], groups whose scale
     was raised)."""
     byte_RJ, is_clamped_RJ = mxfp4_scales_ref(w_RK)
-    num_clamped = int(is_clamped_RJ.sum())
-    if strict and num_clamped:
-        raise ScaleRangeError(_clamp_message("mxfp4_quantise", num_clamped))
     codes = e2m1_encode(_round_mxfp4(w_RK, byte_RJ)).flatten(-2)
-    return pack_nibbles(codes), byte_RJ.to(torch.uint8), num_clamped
+    return pack_nibbles(codes), byte_RJ.to(torch.uint8), int(is_clamped_RJ.sum())
 
 
 def fake_quant_mxfp4_ref(w_RK: torch.Tensor) -> torch.Tensor:
@@ -103,12 +101,10 @@ def _shift_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return rounded.view(torch.uint8), rounded.to(torch.float32) == exact
 
 
-def mxfp4_to_fp8_ref(
-    packed: torch.Tensor, scale: torch.Tensor, *, strict: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def mxfp4_to_fp8_ref(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Convert to (float8_e4m3fn [..., R, K], block scale bytes uint8 [..., Y, Z], groups that lost something)."""
     if bool((scale == SCALE_NAN).any()):
-        raise ScaleRangeError("mxfp4_to_fp8: scale holds byte 255 (NaN); every E8M0 scale must be 0..254. Reload it.")
+        raise ScaleRangeError(NAN_MESSAGE)
     codes = unpack_nibbles(packed).unflatten(-1, (-1, MXFP4_GROUP))
     has_value_RJ = (codes & 7).amax(-1) > 0
     # One is added so that byte 0 (2^-127) of a non-zero group differs from "all zeros".
@@ -119,13 +115,12 @@ def mxfp4_to_fp8_ref(
     index = (shift_RJ - _LOWEST_SHIFT).unsqueeze(-1).to(torch.int64) * 16 + codes
     payload = bytes_by_shift.flatten()[index].flatten(-2).view(torch.float8_e4m3fn)
     num_lossy = int((~is_exact_by_shift.flatten()[index].all(-1)).sum())
-    if strict and num_lossy:
-        raise ScaleRangeError(_clamp_message("mxfp4_to_fp8", num_lossy))
     block_scale = block_byte_RJ[..., ::FP8_BLOCK, ::_GROUPS_PER_BLOCK].to(torch.uint8)
     return payload, block_scale, num_lossy
 
 
-def _clamp_message(op: str, num_groups: int) -> str:
+def clamp_message(op: str, num_groups: int) -> str:
+    """What is said of groups outside the binades that FP8 carries, where they are refused."""
     return (
         f"{op}: {num_groups} groups of 32 have a scale more than 2^{MAX_SCALE_SPREAD} below the largest of their "
         "128x128 block and would lose bits in FP8. Drop strict=True to clamp and count them."

@@ -16,6 +16,7 @@ from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from tests.helpers.kernel_kit import near, repeats, rows_alone
+from tests.helpers.vocabulary_losses import kept_sets, outside
 
 pytestmark = [
     pytest.mark.gpu,
@@ -186,20 +187,31 @@ def test_a_graph_gives_the_same():
 
 def test_what_the_tile_form_does_not_take_is_named():
     hidden, head, teacher_hidden, teacher_head, weight = problem(SHAPES[0], 10)
-    with pytest.raises(DtypeError, match="teacher_head_VE is float32"):
-        reverse_kl(hidden, head, teacher_hidden, teacher_head.float(), weight)
+    with pytest.raises(DtypeError, match="teacher_head_VE is float64"):
+        reverse_kl(hidden, head, teacher_hidden, teacher_head.double(), weight)
+    with pytest.raises(DtypeError, match="row_weight_T is bfloat16"):
+        reverse_kl(hidden, head, teacher_hidden, teacher_head, weight.bfloat16())
     with pytest.raises(ShapeError, match="must be a multiple of 8"):
         linear_logprob(hidden[:, :7], head[:, :7], torch.zeros(10, dtype=torch.int64, device="cuda"), temperature=1.0)
 
 
-def logprob_outputs(arguments: tuple[Tensor, ...], rows: Tensor, *, temperature: float = 0.7) -> Outputs:
+def logprob_outputs(
+    arguments: tuple[Tensor, ...], rows: Tensor, *, temperature: float = 0.7, with_kept: bool = False
+) -> Outputs:
     hidden, head, _, _, weight = arguments
+    every = tokens(len(head), len(hidden), torch.device("cpu"))
+    kept = kept_of(every, len(head), rows, hidden.device) if with_kept else {}
     rows = rows.to(hidden.device)
-    token = tokens(len(head), len(hidden), hidden.device)[rows]
+    token = every.to(hidden.device)[rows]
     leaves = hidden[rows].requires_grad_(), head.clone().requires_grad_()
-    logprob, entropy = linear_logprob(*leaves, token, temperature=temperature)
+    logprob, entropy = linear_logprob(*leaves, token, temperature=temperature, **kept)
     grads = torch.autograd.grad((weight[rows] * (logprob + 0.3 * entropy)).sum(), leaves)
     return {"logprob": logprob.detach(), "entropy": entropy.detach(), "grad_hidden": grads[0], "grad_head": grads[1]}
+
+
+def kept_of(token: Tensor, V: int, rows: Tensor, device: torch.device) -> dict[str, Tensor]:
+    counts, ids = kept_sets(token, V, rows.cpu())
+    return {"kept_counts_T": counts.to(device), "kept_ids": ids.to(device)}
 
 
 def tokens(V: int, count: int, device: torch.device) -> Tensor:
@@ -209,14 +221,19 @@ def tokens(V: int, count: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, 128, 129, 1500, 5000])
 @pytest.mark.parametrize("scale", [0.1, 8.0])
-def test_linear_logprob_in_float64(shape, count, scale):
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_linear_logprob_in_float64(shape, count, scale, with_kept):
     arguments = problem(shape, count, scale)
-    mine = logprob_outputs(arguments, torch.arange(count))
+    mine = logprob_outputs(arguments, torch.arange(count), with_kept=with_kept)
     hidden, head, _, _, weight = (one.double() for one in arguments)
     leaves = hidden.requires_grad_(), head.requires_grad_()
-    log_p = torch.log_softmax(leaves[0] @ leaves[1].t() / 0.7, -1)
-    logprob = log_p.gather(1, tokens(len(head), count, head.device).unsqueeze(1)).squeeze(1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    token = tokens(len(head), count, torch.device("cpu"))
+    logits = leaves[0] @ leaves[1].t() / 0.7
+    if with_kept:
+        logits = logits.masked_fill(outside(*kept_sets(token, len(head)), len(head)).cuda(), -torch.inf)
+    log_p = torch.log_softmax(logits, -1)
+    logprob = log_p.gather(1, token.cuda().unsqueeze(1)).squeeze(1)
+    entropy = -(log_p.exp() * torch.where(log_p > -torch.inf, log_p, 0.0)).sum(-1)
     grads = torch.autograd.grad((weight * (logprob + 0.3 * entropy)).sum(), leaves)
     near(mine["logprob"] - 1, logprob.detach() - 1, 1e-6)  # of values near 0 the error is absolute
     near(mine["entropy"] + 1, entropy.detach() + 1, 2e-6)
@@ -225,17 +242,19 @@ def test_linear_logprob_in_float64(shape, count, scale):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_logprob_repeats_and_rows_alone(shape):
-    run = functools.partial(logprob_outputs, problem(shape, 1500))
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_linear_logprob_repeats_and_rows_alone(shape, with_kept):
+    run = functools.partial(logprob_outputs, problem(shape, 1500), with_kept=with_kept)
     repeats(run, 1500)
     rows_alone(run, 1500, ("logprob", "entropy", "grad_hidden"))
 
 
-def test_linear_logprob_is_the_reference():
-    mine = logprob_outputs(problem(SHAPES[0], 300), torch.arange(300))
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_linear_logprob_is_the_reference(with_kept):
+    mine = logprob_outputs(problem(SHAPES[0], 300), torch.arange(300), with_kept=with_kept)
     dispatch.choose({})
     arguments = tuple(one.cpu().float() for one in problem(SHAPES[0], 300))
-    expected = logprob_outputs(arguments, torch.arange(300))
+    expected = logprob_outputs(arguments, torch.arange(300), with_kept=with_kept)
     dispatch.choose({"reverse_kl": "tile", "linear_logprob": "tile"})
     for name, bound in {"logprob": 1e-6, "entropy": 2e-6, "grad_hidden": 6e-3, "grad_head": 6e-3}.items():
         near(mine[name].cpu(), expected[name].double(), bound)
@@ -244,7 +263,7 @@ def test_linear_logprob_is_the_reference():
 def test_value_and_gradient_in_one_sweep_are_those_of_two():
     hidden, head, _, _, weight = problem(SHAPES[0], 1500)
     token = tokens(len(head), 1500, hidden.device).int()
-    space = vocab_sweep.workspace(*head.shape, hidden.device, teacher=False)
+    space = vocab_sweep.workspace(*head.shape, hidden.device, gradient=True)
     results = []
     for one_sweep in (False, True):
         values = tuple(torch.full((2, 1500), float("nan"), device="cuda"))
@@ -257,3 +276,146 @@ def test_value_and_gradient_in_one_sweep_are_those_of_two():
             vocab_sweep.logprob_into(hidden, head, token, 0.5, *values, space)
         results.append(dict(zip("abcd", (*values, *grads), strict=True)))
     assert different(*results) == []
+
+
+def kept_logprob(arguments: tuple[Tensor, ...], token: Tensor, counts: Tensor, ids: Tensor) -> Outputs:
+    leaves = arguments[0].clone().requires_grad_(), arguments[1].clone().requires_grad_()
+    values = linear_logprob(*leaves, token, temperature=0.7, kept_counts_T=counts, kept_ids=ids)
+    grads = torch.autograd.grad((arguments[4] * (values[0] + 0.3 * values[1])).sum(), leaves)
+    names = ("logprob", "entropy", "grad_hidden", "grad_head")
+    return dict(zip(names, (*(one.detach() for one in values), *grads), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_set_of_one_token_is_certain(shape):
+    """All other tiles of the vocabulary have no token of the set."""
+    arguments = problem(shape, 300)
+    token = tokens(shape[0], 300, torch.device("cuda"))
+    mine = kept_logprob(arguments, token, torch.ones_like(token), token)
+    assert not any(mine[name].any() for name in mine)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sets_of_all_tokens_are_no_sets(shape):
+    arguments = problem(shape, 300)
+    V, token = shape[0], tokens(shape[0], 300, torch.device("cuda"))
+    every = torch.arange(V, device="cuda").flip(0).repeat(300)
+    whole = kept_logprob(arguments, token, torch.full_like(token, V), every)
+    assert different(kept_logprob(arguments, token, torch.zeros_like(token), every[:0]), whole) == []
+    some = torch.where(torch.arange(300, device="cuda") % 2 == 0, V, 0)
+    assert different(kept_logprob(arguments, token, some, every[: int(some.sum())]), whole) == []
+
+
+def test_lists_need_neither_order_nor_be_of_different_tokens():
+    arguments = problem(SHAPES[0], 40)
+    token = tokens(1000, 40, torch.device("cuda"))
+    near_it = torch.stack([token, (token + 300) % 1000, (token + 700) % 1000], 1)
+    counts = torch.full_like(token, 3)
+    once = kept_logprob(arguments, token, counts, near_it.flatten())
+    assert different(once, kept_logprob(arguments, token, counts, near_it.flip(1).flatten())) == []
+    twice = torch.cat([near_it, near_it[:, 1:2]], 1).flatten()
+    assert different(once, kept_logprob(arguments, token, counts + 1, twice)) == []
+    logits = arguments[0].double() @ arguments[1].double().t() / 0.7
+    chosen = logits.gather(1, near_it)
+    near(once["logprob"] - 1, torch.log_softmax(chosen, -1)[:, 0] - 1, 1e-6)
+
+
+def test_rows_without_a_gradient_are_inert_under_sets():
+    arguments = problem(SHAPES[0], 300)
+    token = tokens(1000, 300, torch.device("cpu"))
+    counts, ids = kept_sets(token, 1000)
+    hidden = arguments[0].clone()
+    hidden[arguments[4] == 0] = float("nan")
+    on = token.cuda(), counts.cuda(), ids.cuda()
+    clean, dirty = kept_logprob(arguments, *on), kept_logprob((hidden, *arguments[1:]), *on)
+    grads = ("grad_hidden", "grad_head")
+    assert different({name: clean[name] for name in grads}, {name: dirty[name] for name in grads}) == []
+
+
+@pytest.mark.parametrize("with_kept", [False, True])
+def test_value_and_gradient_in_one_sweep_with_sets(with_kept):
+    hidden, head, _, _, weight = problem(SHAPES[0], 2100)
+    weight = weight.clamp(min=0.1)
+    token = tokens(1000, 2100, torch.device("cpu"))
+    kept = vocab_sweep.KeptLists(*(one.cuda() for one in kept_sets(token, 1000))) if with_kept else None
+    space = vocab_sweep.workspace(*head.shape, hidden.device, gradient=True, kept=with_kept)
+    values, expected = torch.full((2, 2, 2100), float("nan"), device="cuda")
+    grads = torch.empty_like(hidden).float(), torch.empty_like(head).float()
+    token = token.int().cuda()
+    vocab_sweep.logprob_gradients_into(
+        *(hidden, head, token, 0.5, weight, -weight, *grads, space), adds=False, values=tuple(values), kept=kept
+    )
+    vocab_sweep.logprob_into(hidden, head, token, 0.5, *expected, space, kept=kept)
+    assert different({"values": expected}, {"values": values}) == []
+
+
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_operands_stay_where_they_are_and_are_rounded(on):
+    """float32 that is not of bfloat16's numbers gives the bits of the rounded ones, and float32 gradients."""
+    arguments = [one.float() for one in problem(SHAPES[0], 200)]
+    for one in arguments[:4]:
+        one.mul_(1 + 2.0**-12)
+    rounded = [one.bfloat16() for one in arguments[:4]]
+    token = tokens(1000, 200, torch.device("cuda"))
+    counts, ids = (one.cuda() for one in kept_sets(token.cpu(), 1000))
+    results = []
+    for hidden, head, teacher_hidden, teacher_head in (rounded, [one.to(on) for one in arguments[:4]]):
+        place = hidden.device
+        leaves = hidden.requires_grad_(), head.requires_grad_()
+        weight = arguments[4].to(place)
+        loss, kl = reverse_kl(*leaves, teacher_hidden, teacher_head, weight)
+        lists = {"kept_counts_T": counts.to(place), "kept_ids": ids.to(place)}
+        logprob, entropy = linear_logprob(*leaves, token.to(place), temperature=0.9, **lists)
+        grads = torch.autograd.grad(loss + (weight * (logprob - entropy)).sum(), leaves)
+        outputs = (loss.detach()[None], kl, logprob.detach(), entropy.detach(), *grads)
+        assert all(one.device == place for one in outputs)
+        results.append(dict(zip(("loss", "kl", "logprob", "entropy", "hidden", "head"), outputs, strict=True)))
+    first, second = results
+    assert second["hidden"].dtype == second["head"].dtype == torch.float32
+    values = ("loss", "kl", "logprob", "entropy")
+    assert different({name: first[name] for name in values}, {name: second[name].cuda() for name in values}) == []
+    for name in ("hidden", "head"):
+        near(first[name].cpu(), second[name].double().cpu(), 6e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_has_them_whole():
+    hidden, head, teacher_hidden, teacher_head, weight = problem(SHAPES[0], 200)
+    token = tokens(1000, 200, torch.device("cuda"))
+    counts, ids = (one.cuda() for one in kept_sets(token.cpu(), 1000))
+
+    def both(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        logprob, entropy = linear_logprob(2 * hidden, head, token, temperature=0.7, kept_counts_T=counts, kept_ids=ids)
+        loss, kl = reverse_kl(2 * hidden, head, teacher_hidden, teacher_head, weight)
+        return loss + (weight * (logprob + 0.3 * entropy)).sum(), kl
+
+    results = []
+    for run in (both, torch.compile(both, fullgraph=True)):
+        leaves = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        loss, kl = run(*leaves)
+        grads = torch.autograd.grad(loss, leaves)
+        results.append({"loss": loss.detach(), "kl": kl, "hidden": grads[0], "head": grads[1]})
+    assert different({"kl": results[0]["kl"]}, {"kl": results[1]["kl"]}) == []
+    for name in ("loss", "hidden", "head"):
+        near(results[1][name], results[0][name].double(), 8e-3)  # a sum of bfloat16 gradients is rounded once or twice
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_operators_keep_torchs_rules():
+    """Schema, shapes without values, and autograd, as torch looks at them."""
+    hidden, head, teacher_hidden, teacher_head, weight = problem(SHAPES[0], 20)
+    token = tokens(1000, 20, torch.device("cuda"))
+    counts, ids = (one.cuda() for one in kept_sets(token.cpu(), 1000))
+    leaves = hidden.float().requires_grad_(), head.float().requires_grad_()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for op, arguments in [
+        (torch.ops.rollforward.linear_logprob, (*leaves, token, 0.7, counts, ids)),
+        (torch.ops.rollforward.linear_logprob, (*leaves, token, 0.7, None, None)),
+        (
+            torch.ops.rollforward.linear_logprob_backward,
+            (hidden, head, token, 0.7, counts, ids, weight, weight, True, False),
+        ),
+        (torch.ops.rollforward.reverse_kl, (*leaves, teacher_hidden, teacher_head, weight, True, True)),
+        (torch.ops.rollforward.reverse_kl, (hidden, head, teacher_hidden, teacher_head, weight, False, False)),
+    ]:
+        torch.library.opcheck(op, arguments, test_utils=tests)

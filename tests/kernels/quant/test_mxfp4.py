@@ -24,6 +24,7 @@ from rollforward.kernels.quant.mxfp4 import (
     mxfp4_quantise,
     mxfp4_quantise_fp8,
     mxfp4_to_fp8,
+    mxfp4_to_fp8_turned,
 )
 
 GRID = [Fraction(value) for value in E2M1_VALUES[:8]]
@@ -296,3 +297,21 @@ def test_both_formats_hold_the_same_values(shape):
     assert both.payload_turned.is_contiguous()
     assert torch.equal(both.payload_turned.float(), both.payload.float().mT)
     assert mxfp4_quantise_fp8(w).payload_turned is None
+    payload, turned, block_scale, num_lossy = mxfp4_to_fp8_turned(packed, scale)
+    assert num_lossy == 0
+    assert torch.equal(payload.float(), both.payload.float())
+    assert torch.equal(turned.float(), both.payload_turned.float())
+    assert turned.is_contiguous()
+    assert torch.equal(block_scale, both.block_scale)
+
+
+def test_bfloat16_holds_every_value() -> None:
+    """16 codes x all scale bytes; 6 x 2^127 is infinite in both."""
+    packed = pack_nibbles(torch.arange(16).repeat(2).to(torch.uint8).expand(256, 1, 32))
+    scale = torch.arange(256).to(torch.uint8).reshape(256, 1, 1)
+    values, half = mxfp4_dequantise(packed, scale), mxfp4_dequantise(packed, scale, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), values, rtol=0, atol=0, equal_nan=True)
+    assert values[254, 0, [3, 4]].tolist() == [1.5 * 2.0**127, math.inf]
+    with pytest.raises(DtypeError, match="gives float32 or bfloat16"):
+        mxfp4_dequantise(packed, scale, dtype=torch.float16)

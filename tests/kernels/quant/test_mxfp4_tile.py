@@ -8,10 +8,26 @@ from torch import Tensor
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.bench import Outputs, different, same_bits
-from rollforward.kernels.errors import DtypeError, NonFiniteError, ShapeError
+from rollforward.kernels.errors import DtypeError, NonFiniteError, ScaleRangeError, ShapeError
 from rollforward.kernels.quant import mxfp4_sweep
-from rollforward.kernels.quant.mxfp4 import mxfp4_quantise, mxfp4_quantise_counted, mxfp4_quantise_fp8
-from rollforward.kernels.quant.mxfp4_ref import mxfp4_quantise_ref, mxfp4_to_fp8_ref
+from rollforward.kernels.quant.formats import pack_nibbles
+from rollforward.kernels.quant.mxfp4 import (
+    fake_quant_mxfp4,
+    mxfp4_canonicalise,
+    mxfp4_clamped_groups,
+    mxfp4_dequantise,
+    mxfp4_quantise,
+    mxfp4_quantise_counted,
+    mxfp4_quantise_fp8,
+    mxfp4_to_fp8,
+    mxfp4_to_fp8_turned,
+)
+from rollforward.kernels.quant.mxfp4_ref import (
+    fake_quant_mxfp4_ref,
+    mxfp4_dequantise_ref,
+    mxfp4_quantise_ref,
+    mxfp4_to_fp8_ref,
+)
 from tests.helpers.kernel_kit import repeats
 
 pytestmark = [
@@ -97,6 +113,111 @@ def test_memory_is_written_whole():
         mxfp4_sweep.quantise_into(w, out, fp8=True, turned=True)
         results.append({name: one.view(torch.uint8) for name, one in out._asdict().items()})
     assert different(*results) == []
+
+
+def packed_weights(kind: str, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Any codes under scales of a kind: all bytes that are numbers, or such as one block of FP8 holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (3, R, K), generator=generator).to(torch.uint8)
+    if kind == "zeros":
+        codes[0] = 0
+        codes[1, :128, :128] = 8  # -0
+        codes[2, 5, :64] = 0
+    low, high = {"any": (0, 255), "small": (0, 9), "large": (250, 255), "near": (115, 140)}.get(kind, (120, 130))
+    return pack_nibbles(codes), torch.randint(low, high, (3, R, K // 32), generator=generator).to(torch.uint8)
+
+
+def same_numbers(mine: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors hold the same bits but for what a NaN holds."""
+    assert mine.dtype == expected.dtype
+    assert torch.equal(mine.isnan(), expected.isnan())
+    return same_bits(mine.nan_to_num(nan=7.0, posinf=1e30, neginf=-1e30), expected.nan_to_num(7.0, 1e30, -1e30))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["any", "small", "large", "zeros"])
+def test_values_are_the_references(kind, dtype):
+    packed, scale = packed_weights(kind)
+    scale[1, 3, 2] = 255
+    expected = mxfp4_dequantise_ref(packed, scale).to(dtype)
+    mine = mxfp4_dequantise(packed.cuda(), scale.cuda(), dtype=dtype)
+    assert same_numbers(mine.cpu(), expected)
+    assert mine[1, 3, 64:96].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (5, 96), (257, 32), (2, 3, 7, 160), (0, 64)])
+def test_values_of_any_number_of_groups(shape):
+    codes = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    packed, scale = pack_nibbles(codes), codes[..., ::32] + 100
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = mxfp4_dequantise(packed.cuda(), scale.cuda(), dtype=dtype)
+        assert same_bits(mine.cpu(), mxfp4_dequantise_ref(packed, scale).to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["any", "small", "large", "near", "zeros", "published"])
+def test_fp8_from_fp4_is_the_references(kind):
+    if kind == "published":
+        packed, scale, _ = mxfp4_quantise_ref(weights("spread"))
+    else:
+        packed, scale = packed_weights(kind)
+    payload, block_scale, lossy = mxfp4_to_fp8_ref(packed, scale)
+    assert (lossy > 0) == (kind in ("any", "near"))
+    on_device = packed.cuda(), scale.cuda()
+    for mine in (mxfp4_to_fp8(*on_device), mxfp4_to_fp8_turned(*on_device)):
+        assert same_bits(mine[0].cpu(), payload)
+        assert same_bits(mine[-2].cpu(), block_scale)
+        assert mine[-1] == lossy
+    turned = mxfp4_to_fp8_turned(*on_device)[1].cpu()
+    assert same_bits(turned, payload.view(torch.uint8).mT.contiguous().view(payload.dtype))
+    if lossy:
+        with pytest.raises(ScaleRangeError, match=f"{lossy} groups of 32"):
+            mxfp4_to_fp8(*on_device, strict=True)
+    on_device[1][2, 200, 7] = 255
+    with pytest.raises(ScaleRangeError, match="holds byte 255"):
+        mxfp4_to_fp8(*on_device)
+
+
+@pytest.mark.parametrize("kind", ["normal", "spread", "grid", "small", "zeros"])
+def test_fake_quantised_values_are_the_references(kind):
+    w = weights(kind)
+    leaf = w.cuda().requires_grad_()
+    mine = fake_quant_mxfp4(leaf)
+    assert same_bits(mine.detach().cpu(), fake_quant_mxfp4_ref(w))
+    upstream = torch.randn(w.shape, device="cuda")
+    assert same_bits(torch.autograd.grad(mine, leaf, upstream)[0], upstream)
+    packed, scale, clamped = mxfp4_quantise_ref(w)
+    assert mxfp4_clamped_groups(leaf) == clamped
+    if clamped:
+        with pytest.raises(ScaleRangeError, match=f"{clamped} groups of 32"):
+            mxfp4_quantise(leaf, strict=True)
+    expected = mxfp4_quantise_ref(mxfp4_dequantise_ref(packed, scale))[:2]
+    for one, other in zip(mxfp4_canonicalise(packed.cuda(), scale.cuda()), expected, strict=True):
+        assert same_bits(one.cpu(), other)
+
+
+def test_operands_on_the_cpu_come_back():
+    w = weights("normal")
+    packed, scale = mxfp4_quantise(w)
+    results = [packed, scale, *mxfp4_quantise_fp8(w, turned=True)[:5], mxfp4_dequantise(packed, scale)]
+    results += [*mxfp4_to_fp8_turned(packed, scale)[:3], fake_quant_mxfp4(w)]
+    assert all(one is not None and one.device.type == "cpu" for one in results)
+    assert same_bits(packed, mxfp4_quantise_ref(w)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_has_it_whole():
+    packed, scale = (one.cuda() for one in packed_weights("near"))
+
+    def half(packed: Tensor, scale: Tensor) -> Tensor:
+        return mxfp4_dequantise(packed, scale, dtype=torch.bfloat16) * 0.5
+
+    assert same_bits(torch.compile(half, fullgraph=True)(packed, scale), half(packed, scale))
+    for op, arguments in [
+        (mxfp4_sweep.dequantise, (packed, scale, torch.float32)),
+        (mxfp4_sweep.to_fp8, (packed, scale, True)),
+        (mxfp4_sweep.quantise, (weights("normal").cuda(), True, False)),
+    ]:
+        torch.library.opcheck(op, arguments)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -3e38])

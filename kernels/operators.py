@@ -1,0 +1,48 @@
+"""TileLang forms as operators of torch, `torch.ops.rollforward`: what autograd and torch.compile see of them.
+
+An operator's launches are opaque to torch: it knows the shapes that come out (`shapes`), and the operators that make
+the gradients (`gradients`), so torch.compile takes a function with operators in it whole. The public op checks and
+moves operands; an operator takes what lies on the device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("rollforward", "DEF")
+
+
+def operator(
+    schema: str,
+    run: Callable[..., Any],
+    shapes: Callable[..., Any],
+    *,
+    save: Callable[..., None] | None = None,
+    gradients: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Make an operator, once for a process, and return what calls it.
+
+    Args:
+        schema: name, arguments and results: `norm(Tensor x, float eps) -> Tensor`.
+        run: called with the arguments, tensors on a GPU, without autograd; returns tensors of its own making, and
+            launches on torch's current stream without waiting for the device.
+        shapes: called with the arguments, tensors without values; returns empty tensors like the results.
+        save: called with (ctx, inputs, output) where a gradient may be asked for; keeps in ctx what `gradients` needs.
+        gradients: called with ctx and the gradients of the results; returns one for each argument, None where it has
+            none. It calls operators and torch alone. None: the operator has no gradient.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CUDA")
+    torch.library.register_fake(f"rollforward::{name}", shapes, lib=_LIBRARY)
+    if gradients is not None:
+        torch.library.register_autograd(f"rollforward::{name}", gradients, setup_context=save, lib=_LIBRARY)
+    return getattr(torch.ops.rollforward, name).default
+
+
+def on_device(*operands: Tensor | None) -> list[Any]:
+    """Return operands where tile forms run: those on the CPU are copied to the current device, and autograd brings
+    their gradients back."""
+    return [one if one is None or one.is_cuda else one.to("cuda") for one in operands]
