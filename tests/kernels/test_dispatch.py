@@ -127,5 +127,6 @@ def test_machine_code(wanted):
 
     registers, spilled, products = report(wanted, dispatch.TARGET)
     assert spilled == 0
-    assert registers <= 168
     assert (products > 0) == (wanted.function in PRODUCTS)
+    if products:  # a block's 384 threads share 65536
+        assert registers <= 168
