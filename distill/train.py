@@ -19,6 +19,7 @@ from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
 from rollforward.model.backends import check_model, check_programs
 from rollforward.model.checkpoint import sync_path
+from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.config import ModelConfig, load_model_config
 from rollforward.rl.setup import Parts
 from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop, works_here
@@ -106,7 +107,7 @@ def _check_kernels(run: DistillRun, name: str, teacher: ModelConfig) -> None:
     check_model(run.kernels, teacher, f"teacher {name}")
     if works_here(run):
         check_programs(run.kernels, teacher, f"teacher {name}")
-        student = load_model_config(Path(run.model_dir))
+        student = load_checkpoint_config(Path(run.model_dir), is_announced=False)
         check_programs(run.kernels, student, f"{run.model_dir} beside teacher {name}", teachers=[teacher])
 
 

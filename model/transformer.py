@@ -90,9 +90,10 @@ class Transformer:
         the same forward visited changes no bit, of values and gradients.
         """
         self._check_tokens(token_T, batch)
-        token_T, batch = token_T.to(weights.embed.device), batch.on(weights.embed.device)
+        embed_VD = weights.embed  # once: it may be gathered from other ranks
+        token_T, batch = token_T.to(embed_VD.device), batch.on(embed_VD.device)
         context = self._context(batch, storage)
-        embedded_TD = _as_streams(functional.embedding(token_T, weights.embed))
+        embedded_TD = _as_streams(functional.embedding(token_T, embed_VD))
         streams_TMD = embedded_TD.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         # Not with a cache: a second pass would write it again.
         recompute = self._recompute and storage is None and torch.is_grad_enabled()
@@ -141,7 +142,7 @@ class Transformer:
                 "the model has no MTP module (num_nextn_predict_layers is 0); load a checkpoint with mtp.0.* tensors"
             )
         self._check_tokens(next_token_T, batch)
-        next_token_T, batch = next_token_T.to(weights.embed.device), batch.on(weights.embed.device)
+        next_token_T, batch = next_token_T.to(mtp.enorm.device), batch.on(mtp.enorm.device)
         context = self._context(batch, None)
         eps, quantise = self.config.rms_norm_eps, self.numerics.gemm_input
         embedded_TD = rms_norm(functional.embedding(next_token_T, weights.embed), mtp.enorm, eps=eps)

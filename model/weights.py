@@ -135,7 +135,7 @@ class ModelWeights:
     """All weights of a model."""
 
     embed: Tensor
-    """[V, D]."""
+    """[V, D]. A forward asks for it once, before the blocks."""
     blocks: Sequence[BlockWeights]
     """One a layer. A forward asks for each once, in their order."""
     head_mix: MixWeights

@@ -8,7 +8,8 @@ from typing import Any
 
 import ray
 
-from rollforward.model.backends import choose_kernels
+from rollforward.model.backends import check_programs, choose_kernels
+from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.distributed import OPERATION_TIMEOUT_S, join_group
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy
@@ -67,6 +68,8 @@ def _joined(
     name: str, join: Callable[[], None], build_learner: Callable[[Any], TrainedPolicy], settings: PolicySettings
 ) -> TrainedPolicy:
     choose_kernels(settings.kernels, name)
+    config = load_checkpoint_config(Path(settings.model_dir), is_announced=False)
+    check_programs(settings.kernels, config, f"the model of {name}")
     join()
     return build_learner(settings)
 

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from rollforward.kernels.config import KernelBackends
-from rollforward.model.backends import choose_kernels
+from rollforward.model.backends import check_programs, choose_kernels
 from rollforward.model.config import ModelConfig
 from rollforward.model.train_config import Precision
 from rollforward.rollout.agent_sessions import AgentSessions, AgentSettings, AgentTurn, TurnAnswer
@@ -54,8 +54,9 @@ class AgentActor:
         return await self._sessions.finish(turn)
 
 
-def _built(choose: Callable[[], None], build: Callable[[], Replica]) -> Replica:
-    choose()
+def _built(name: str, kernels: KernelBackends, model_config: ModelConfig, build: Callable[[], Replica]) -> Replica:
+    choose_kernels(kernels, name)
+    check_programs(kernels, model_config, f"the model of {name}")
     return build()
 
 
@@ -75,11 +76,10 @@ class RolloutActor:
     ) -> None:
         """Give signs of life from here on; the replica is built by ``open``, whose errors keep their type."""
         self._pulse = Pulse(ray.get_runtime_context().get_node_id(), leave_s=config.drain_s)
-        choose = partial(choose_kernels, kernels, name)
         build = partial(
             Replica, name, log_directory, model_config, precision=precision, config=config, environment=environment
         )
-        self._build = partial(_built, choose, build)
+        self._build = partial(_built, name, kernels, model_config, build)
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> Beat:
