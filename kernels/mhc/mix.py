@@ -11,6 +11,7 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype, check_shapes
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.mhc.mix_ref import mhc_head_ref, mhc_mix_ref, mhc_post_ref, mhc_pre_ref
+from rollforward.kernels.mhc.mix_site import COMB, HEAD_ITERS, POST
 from rollforward.kernels.norm.rms_norm import rms_norm
 
 
@@ -69,13 +70,9 @@ def mhc_enter(
             streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps
         )
         return rms_norm(mhc_pre(streams_TMD, pre_TM), norm_D, eps=norm_eps), post_TM, comb_TMM
-    sizes = bind_shapes("mhc_enter", streams_TMD=(streams_TMD, "T 4 D"), base_X=(base_X, "24"), scale_3=(scale_3, "3"))
-    bind_shapes("mhc_enter", fn_XJ=(fn_XJ, f"24 {4 * sizes['D']}"))
-    mix_sweep.check_streams("mhc_enter", streams_TMD)
-    check_dtype("mhc_enter", "fn_XJ", fn_XJ, torch.float32)
-    merged_TD, weights = mix_sweep.Enter.apply(streams_TMD, fn_XJ, base_X, scale_3, (iters, eps, norm_eps))
-    input_TD = rms_norm(merged_TD.float(), norm_D, eps=norm_eps).to(streams_TMD.dtype)
-    return input_TD, weights[:, mix_sweep.POST], weights[:, mix_sweep.COMB].unflatten(1, (4, 4))
+    _check_way("mhc_enter", streams_TMD, fn_XJ, base_X, scale_3, norm_D)
+    entered = mix_sweep.Enter.apply(streams_TMD, fn_XJ, base_X, scale_3, norm_D, (iters, eps, norm_eps))
+    return entered[0], *_post_and_comb(entered[1])
 
 
 def mhc_across(
@@ -103,8 +100,32 @@ def mhc_across(
 
     Invariants: row-invariant, deterministic; gradients that sum over tokens have a fixed order.
     """
-    streams_TMD = mhc_post(sublayer_TD, streams_TMD, post_TM, comb_TMM)
-    return streams_TMD, *mhc_enter(streams_TMD, fn_XJ, base_X, scale_3, norm_D, iters=iters, eps=eps, norm_eps=norm_eps)
+    if not dispatch.is_tile("mix"):
+        streams_TMD = mhc_post(sublayer_TD, streams_TMD, post_TM, comb_TMM)
+        return streams_TMD, *mhc_enter(
+            streams_TMD, fn_XJ, base_X, scale_3, norm_D, iters=iters, eps=eps, norm_eps=norm_eps
+        )
+    check_shapes("mhc_across", sublayer_TD=sublayer_TD, streams_TMD=streams_TMD, post_TM=post_TM, comb_TMM=comb_TMM)
+    check_dtype("mhc_across", "sublayer_TD", sublayer_TD, torch.bfloat16, torch.float32)
+    _check_way("mhc_across", streams_TMD, fn_XJ, base_X, scale_3, norm_D)
+    streams_TMD, input_TD, weights = mix_sweep.Across.apply(
+        *(sublayer_TD.bfloat16(), streams_TMD, post_TM, comb_TMM),
+        *(fn_XJ, base_X, scale_3, norm_D, (iters, eps, norm_eps)),
+    )
+    return streams_TMD, input_TD, *_post_and_comb(weights)
+
+
+def _check_way(op: str, streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale_3: Tensor, norm_D: Tensor) -> None:
+    """Raise unless the tile form takes these."""
+    sizes = bind_shapes(op, streams_TMD=(streams_TMD, "T 4 D"), norm_D=(norm_D, "D"))
+    mix_sweep.check_streams(op, streams_TMD)
+    bind_shapes(op, fn_XJ=(fn_XJ, f"24 {4 * sizes['D']}"), base_X=(base_X, "24"), scale_3=(scale_3, "3"))
+    for name, one in {"fn_XJ": fn_XJ, "base_X": base_X, "scale_3": scale_3, "norm_D": norm_D}.items():
+        check_dtype(op, name, one, torch.float32)
+
+
+def _post_and_comb(weights: Tensor) -> tuple[Tensor, Tensor]:
+    return weights[:, POST], weights[:, COMB].unflatten(1, (4, 4))
 
 
 def mhc_pre(streams_TMD: Tensor, pre_TM: Tensor) -> Tensor:
@@ -150,5 +171,5 @@ def mhc_head(
     if dispatch.is_tile("mix"):
         bind_shapes("mhc_head", streams_TMD=(streams_TMD, "T 4 D"))
         mix_sweep.check_streams("mhc_head", streams_TMD)
-        return mix_sweep.Enter.apply(streams_TMD, fn_MJ, base_M, scale_1, (mix_sweep.HEAD_ITERS, eps, norm_eps))[0]
+        return mix_sweep.Enter.apply(*(streams_TMD, fn_MJ, base_M, scale_1, None, (HEAD_ITERS, eps, norm_eps)))[0]
     return mhc_head_ref(streams_TMD, fn_MJ, base_M, scale_1, eps=eps, norm_eps=norm_eps)

@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from rollforward.kernels import dispatch
 from rollforward.kernels.bench import Case, Outputs
 from rollforward.kernels.mhc import mix_grad_sweep, mix_sweep
+from rollforward.kernels.mhc.mix_site import HEAD_ITERS
 
 M, D, ITERS, EPS = 4, 4096, 20, 1e-6
 TIMES = 10
@@ -28,58 +29,76 @@ class _Problem:
             return torch.randn(shape, device="cuda")
 
         fn = normal(24, M * D) * (M * D) ** -0.5
-        self.site = mix_sweep.Site(mix_sweep.halves(fn), normal(24), normal(3).abs(), ITERS, EPS, EPS)
+        self.way = mix_sweep.Way(fn, normal(24), normal(3).abs(), normal(D), ITERS, EPS, EPS)
+        self.head = mix_sweep.Way(fn[:4].contiguous(), normal(4), normal(1).abs(), None, HEAD_ITERS, EPS, EPS)
+        self.site = self.way.site
         self.x, self.g = normal(tokens, M * D).bfloat16(), normal(tokens, M * D).bfloat16()
         self.f, self.dy = normal(tokens, D).bfloat16(), normal(tokens, D).bfloat16()
-        self.norm = normal(D)
         self.weights = torch.zeros(tokens, 32, device="cuda")
         self.weights[:, :24] = torch.rand(tokens, 24, device="cuda")
-        self.spaces: dict[int, tuple[Tensor, ...]] = {}
+        self.spaces: dict[int, _Space] = {}
 
-    def space(self, tokens: int) -> tuple[Tensor, ...]:
-        """Sums, weights, row of width D, streams, a second row, a second streams, gradients of weights."""
-        if tokens not in self.spaces:
-            x = self.x[:tokens]
-            rows, wide = (torch.empty_like(self.f[:tokens]) for _ in range(2)), torch.empty_like(x)
-            first, second = rows
-            weights = torch.zeros(2, tokens, 32, device="cuda")
-            self.spaces[tokens] = mix_sweep.slices(x), weights[0], first, wide, second, torch.empty_like(x), weights[1]
-        return self.spaces[tokens]
+    def space(self, span: slice) -> "_Space":
+        """What a span's launches write."""
+        count = span.stop - span.start
+        if count not in self.spaces:
+            x, f = self.x[:count], self.f[:count]
+            self.spaces[count] = _Space(
+                *(mix_sweep.exchange(count, D, x.device), mix_sweep.entered(x), torch.empty_like(x)),
+                *(torch.empty_like(f), torch.empty_like(x), torch.zeros(count, 32, device="cuda")),
+            )
+        return self.spaces[count]
 
     def enter(self, span: slice) -> Outputs:
-        """The way in."""
-        sums, weights, y, *_ = self.space(span.stop - span.start)
-        mix_sweep.enter_into(self.x[span], self.site, sums, weights, y)
-        return {"weights": weights, "y": y}
+        """The way in, its norm included."""
+        space = self.space(span)
+        mix_sweep.enter_into(self.x[span], self.way, space.between, space.into)
+        return {"weights": space.into.weights[:, :26], "y": space.into.y}
+
+    def merge(self, span: slice) -> Outputs:
+        """The head."""
+        space = self.space(span)
+        mix_sweep.enter_into(self.x[span], self.head, space.between, space.into)
+        return {"y": space.into.y}
 
     def leave(self, span: slice) -> Outputs:
         """The way out."""
-        streams = self.space(span.stop - span.start)[3]
+        streams = self.space(span).streams
         mix_sweep.leave_into(self.f[span], self.x[span], self.weights[span], streams)
         return {"streams": streams}
 
     def across(self, span: slice) -> Outputs:
         """Out of one sublayer and into the next, its norm included."""
-        sums, weights, y, streams, *_ = self.space(span.stop - span.start)
-        mix_sweep.leave_into(self.f[span], self.x[span], self.weights[span], streams)
-        mix_sweep.enter_into(streams, self.site, sums, weights, y, self.norm)
-        return {"streams": streams, "weights": weights, "y": y}
+        space = self.space(span)
+        operands = self.f[span], self.x[span], self.weights[span], self.way, space.between
+        mix_sweep.across_into(*operands, space.streams, space.into)
+        return {"streams": space.streams, "weights": space.into.weights[:, :26], "y": space.into.y}
 
     def leave_backward(self, span: slice) -> Outputs:
         """Gradients of the way out."""
-        _, _, grad_f, grad_x, _, _, grad_weights = self.space(span.stop - span.start)
+        space = self.space(span)
         operands = self.g[span], self.f[span], self.x[span], self.weights[span]
-        mix_grad_sweep.leave_backward_into(*operands, grad_f, grad_x, grad_weights)
-        return {"grad_f": grad_f, "grad_x": grad_x, "grad_weights": grad_weights[:, 4:24]}
+        mix_grad_sweep.leave_backward_into(*operands, space.grad_f, space.grad_x, space.grad_weights)
+        return {"grad_f": space.grad_f, "grad_x": space.grad_x, "grad_weights": space.grad_weights[:, 4:24]}
 
     def backward(self, span: slice) -> Outputs:
-        """Gradients of a whole site: of the way out, then of the way in, added to the streams'."""
-        sums, weights, y, grad_x, grad_f, _, grad_weights = self.space(span.stop - span.start)
-        x = self.x[span]
-        mix_grad_sweep.leave_backward_into(self.g[span], self.f[span], x, weights, grad_f, grad_x, grad_weights)
-        mix_grad_sweep.enter_backward_into(x, self.dy[span], self.site, sums.sum(0), weights, grad_weights, grad_x)
-        del y
-        return {"grad_f": grad_f, "grad_x": grad_x}
+        """Gradients of a whole site in one pass: of the way in, and of the way out before it."""
+        space = self.space(span)
+        out = mix_grad_sweep.Out(
+            *(self.f[span], self.x[span], self.weights[span]), *(space.grad_f, space.grad_x, space.grad_weights)
+        )
+        way_in = space.streams, self.dy[span], self.site, space.into.raw, space.into.weights, self.weights[span]
+        mix_grad_sweep.across_backward_into(self.g[span], out, *way_in, self.way.norm)
+        return {"grad_f": space.grad_f, "grad_x": space.grad_x}
+
+
+class _Space(NamedTuple):
+    between: mix_sweep.Exchange
+    into: mix_sweep.Entered
+    streams: Tensor
+    grad_f: Tensor
+    grad_x: Tensor
+    grad_weights: Tensor
 
 
 def _graphed(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -124,7 +143,7 @@ def _case(kind: str, tokens: int, row_bytes: int) -> Callable[[], Case]:
         whole = slice(0, tokens)
         one = getattr(problem, kind)
         if kind == "backward":
-            problem.enter(whole)  # what the backward pass reads
+            problem.across(whole)  # what the backward pass reads
         run = _graphed(lambda: one(whole))
         alone = one if kind != "backward" else _nothing
         peers = _peers(problem, kind, tokens)
@@ -139,8 +158,9 @@ cases = [
     _case("leave", _MANY, 2 * STREAM + ROW),
     _case("leave_backward", _MANY, 3 * STREAM + 2 * ROW),
     _case("enter", _MANY, STREAM + ROW),
+    _case("merge", _MANY, STREAM + ROW),
     _case("across", _MANY, 2 * STREAM + 2 * ROW),
-    _case("backward", _MANY, 5 * STREAM + 3 * ROW),
-    *(_case(kind, 64, 0) for kind in ("leave", "enter", "across")),
+    _case("backward", _MANY, 4 * STREAM + 3 * ROW),
+    *(_case(kind, 64, 0) for kind in ("leave", "enter", "merge", "across")),
     _case("across", 1, 0),
 ]

@@ -1,180 +1,583 @@
-"""Hyper-connections of four bfloat16 streams for sm_90a: in, out, and their gradients.
+"""Hyper-connections of four bfloat16 streams for sm_90a: out of a sublayer, and across into the next one, or into one.
 
-Letters: N tokens, the only size that changes at run time; D width; J = 4 D, a token's streams side by side; X = 24
-mixing numbers (4 pre, 4 post, 16 comb, row-major j, k) or 4 of the head, in 32 places. Sums over a token's entries have
-an order that depends on D alone, so a row's bits depend neither on N nor on its place. Callers: `mix_sweep`.
+Letters: N tokens and G groups of blocks, the only sizes that change at run time; D width; J = 4 D, a token's streams
+side by side; X = 24 mixing numbers (4 pre, 4 post, 16 comb, row-major j, k) or 4 of the head, in 32 places. Sums over a
+token's entries have an order that depends on D alone, so a row's bits depend neither on N nor on G nor on its place.
+Callers: `mix_sweep`.
+
+`across` reads and writes a token once. A group of D / 256 blocks, which stay, takes 16 tokens a round; a block has 256
+columns of each stream, and its part of the projection in registers. Its partial sums go to the others of its group
+through memory, three floats and the number of the round in one access of 16 bytes, so that who finds the number has the
+floats; the numbers go on from launch to launch, so nothing is cleared. Eight warps compute; three gather the sums of a
+round, which is merged two rounds later from what lies on the chip; one has Sinkhorn of the rounds that are its block's.
+The mean square of the merged input is pre^T G pre, with G the streams' products with each other, which are summed with
+the projection: where it cancels, the streams' own rounding moves the input by more.
 """
+
+# Long because a program is one function, and its file imports nothing of ours.
 
 import tilelang.language as T
 from tilelang.language import PrimFunc
 
-M, PLACES, SPLITS = 4, 32, 16
-"""Streams, places of the mixing numbers, and slices of J whose products are summed apart, whatever N."""
+M, PLACES = 4, 32
+"""Streams, and places of the mixing numbers."""
 
-TILE_N, TILE_K, STAGES = 128, 64, 4
+RHO, RMS = 24, 25
+"""Places of 1 / rms of a token's streams, and of its merged input, beside its weights."""
+
 THREADS, EACH = 256, 8
-"""Threads of a token, and neighbouring entries that each takes at once."""
+"""Threads of a token or a block that compute, and neighbouring entries that each takes at once."""
+
+COLUMNS, TOKENS = 256, 16
+"""Columns of a stream that a block has, and tokens of a round: two for each quad of a warp's lanes, eight apart."""
+
+LAG, AHEAD = 2, 2
+"""Rounds after which a round is merged, and rounds that are loaded ahead."""
+
+STAGES, STAGE = LAG + AHEAD + 1, M * TOKENS * COLUMNS // 2
+"""Rounds on the chip, and words of each: a thread's 16 bytes are its own, from their load until they are merged."""
+
+GATHER = 96
+"""Threads that gather."""
+
+GATE_PACKS, PACKS, SLOTS = 5, 12, 8
+"""Accesses of a token's sums: those that make its input, and all; and rounds that lie in memory at a time."""
+
+KEPT, BARRIERS = 4, 8
+"""Rounds whose sums lie on the chip, and barriers in turn: no waiting thread is that many rounds behind."""
+
+GRAM = ((0, 0, 0, 1), (1, 0, 2, 3), (2, 1, 1, 2), (3, 3, 1, 3), (4, 2, 2, 3))
+"""Products that give all ten of G: number, one side, two of the other side."""
+
+PAIRS = tuple((2 * i + h, one, others[h]) for i, one, *others in GRAM for h in (0, 1))
+"""Place in G, and the two streams. Streams with themselves are at 0, 4, 7 and 8."""
+
+SQUARES = M + 2 * len(GRAM)
+"""Place of the streams' own sum of squares among a token's sums: pre, G, this, post and comb, this again."""
+
+PRELUDE = """
+__device__ __forceinline__ unsigned int two_of_bf16(float low, float high) {
+  unsigned int two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+__device__ __forceinline__ void move_one(void* to, float a) { *(float*)to = a; }
+__device__ __forceinline__ void move_two(void* to, float a, float b) { *(float2*)to = make_float2(a, b); }
+__device__ __forceinline__ void move_four(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }
+__device__ __forceinline__ void copy_ahead(void* to, const void* from) {
+  unsigned int place = (unsigned int)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(place), "l"(from) : "memory");
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LATER> __device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
+}
+__device__ __forceinline__ void put(void* to, float a, float b, float c, int round) {
+  asm volatile("{ .reg .b64 low, high; .reg .b128 all; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};"
+      " mov.b128 all, {low, high}; st.relaxed.gpu.global.b128 [%0], all; }"
+      :: "l"(to), "r"(__float_as_int(a)), "r"(__float_as_int(b)), "r"(__float_as_int(c)), "r"(round) : "memory");
+}
+__device__ __forceinline__ void get(const char* from, int* word) {
+  asm volatile("{ .reg .b64 low, high; .reg .b128 all; ld.relaxed.gpu.global.b128 all, [%4];"
+      " mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+      : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(from) : "memory");
+}
+template <int COUNT> __device__ __forceinline__ void gather(const void* from, int apart, int round, float* sums) {
+  const char* at = (const char*)from;
+  int word[COUNT][4];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) get(at + i * apart, word[i]);
+  bool all;
+  int turns = 0;
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (word[i][3] != round) { all = false; get(at + i * apart, word[i]); }
+    if (++turns > (1 << 22)) __trap();  // seconds: a block of the group is not there
+  } while (!all);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+    for (int c = 0; c < 3; ++c) sums[c] += __int_as_float(word[i][c]);
+}
+"""
+"""What has no name in TileLang: accesses whose order the barriers here give, where the compiler would add more; copies
+to the chip that their own thread awaits; and the exchange between blocks, whose 16 bytes are one access."""
 
 
-def project(D: int) -> PrimFunc:
-    """Slices [16, N, 32] whose sum is the projection of the streams: x [N, J] @ w.T, with w [32, J] as the sum of two
-    bfloat16: its products have 16 bits of it, and the streams' are exact."""
-    J = M * D
-    steps = -(-J // (SPLITS * TILE_K))
-    N = T.dynamic("N")
-
-    @T.prim_func
-    def project_kernel(
-        x: T.Tensor((N, J), T.bfloat16),
-        w: T.Tensor((2, PLACES, J), T.bfloat16),
-        slices: T.Tensor((SPLITS, N, PLACES), T.float32),
-    ):
-        with T.Kernel(T.ceildiv(N, TILE_N), SPLITS, threads=256) as (row, split):
-            a = T.alloc_shared((TILE_N, TILE_K), T.bfloat16)
-            high = T.alloc_shared((PLACES, TILE_K), T.bfloat16)
-            low = T.alloc_shared((PLACES, TILE_K), T.bfloat16)
-            total = T.alloc_fragment((TILE_N, PLACES), T.float32)
-            rest = T.alloc_fragment((TILE_N, PLACES), T.float32)
-            T.clear(total)
-            T.clear(rest)
-            for k in T.Pipelined(steps, num_stages=STAGES):
-                T.copy(x[row * TILE_N, (split * steps + k) * TILE_K], a)
-                T.copy(w[0, 0, (split * steps + k) * TILE_K], high)
-                T.copy(w[1, 0, (split * steps + k) * TILE_K], low)
-                T.gemm(a, high, total, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                T.gemm(a, low, rest, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            for i, j in T.Parallel(TILE_N, PLACES):
-                total[i, j] += rest[i, j]
-            T.copy(total, slices[split, row * TILE_N, 0])
-
-    return project_kernel
+def _do(name, *operands):
+    return T.call_extern("handle", name, *operands)
 
 
-@T.macro
-def _sum_of_block(value, places, thread):
-    """The sum of the threads' values, in each of them; the same tree for all tokens."""
-    for step in (16, 8, 4, 2, 1):
-        value[0] += T.shfl_xor(value[0], step)
-    if thread % 32 == 0:
-        places[thread // 32] = value[0]
-    T.sync_threads()
-    value[0] = ((places[0] + places[1]) + (places[2] + places[3])) + ((places[4] + places[5]) + (places[6] + places[7]))
+def _to(name, place, *operands):
+    """Call with the address of a place, and numbers."""
+    return T.call_extern("handle", name, T.address_of(place), *operands)
 
 
-@T.macro
+def _move(name, place, source):
+    return T.call_extern("handle", name, T.address_of(place), T.address_of(source))
+
+
+def _low(word):
+    return T.reinterpret(word << 16, T.float32)
+
+
+def _high(word):
+    return T.reinterpret(word & T.uint32(0xFFFF0000), T.float32)
+
+
+def _two(low, high):
+    return T.call_extern("uint32", "two_of_bf16", low, high)
+
+
 def _sigmoid(x):
-    return 1.0 / (1.0 + T.exp(-x))
+    return T.fast_rcp(1.0 + T.exp(-x))
 
 
-def enter(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
-    """From the streams x [N, J] and the slices of their projection: the sublayer's input sum_j pre_j x_j [N, D] and the
-    token's weights [N, 32]: pre, post, comb, and 1 / rms of its streams at place 24.
+@T.macro
+def _product(c, at, a, a_at, b, b_at):
+    """c [16, 8] += a [16, 16] @ b [16, 8], of a warp."""
+    T.ptx_mma(
+        *("float32", "m16n8k16", "row", "col", "bf16", "bf16", "fp32"),
+        *(a.data, a_at, b.data, b_at, c.data, at, T.bool(False)),
+    )
+
+
+@T.macro
+def _products(kept, first, a, c, gram, pair, tiles: int):
+    """Of eight tokens and a warp's 32 columns of each stream: with the projection, and with each other."""
+    T.clear(c)
+    T.clear(gram)
+    for m in T.unroll(M):
+        for s in T.unroll(2):
+            for i in T.unroll(tiles):
+                _product(c, i * 4, a, ((m * 2 + s) * tiles + i) * 4, kept, first + m * 4 + s * 2)
+    for s in T.unroll(2):
+        for i, one, other, another in GRAM:
+            for h in T.unroll(2):
+                pair[2 * h] = kept[first + other * 4 + s * 2 + h]
+                pair[2 * h + 1] = kept[first + another * 4 + s * 2 + h]
+            _product(gram, i * 4, pair, 0, kept, first + one * 4 + s * 2)
+
+
+@T.macro
+def _mix(kept, first, raw, mixing):
+    """The streams after a sublayer, rounded, of those before it and its output."""
+    for k in T.unroll(M):
+        for h in T.unroll(EACH // 2):
+            low = T.alloc_var(T.float32)
+            high = T.alloc_var(T.float32)
+            low = mixing[k] * _low(raw[M, h])
+            high = mixing[k] * _high(raw[M, h])
+            for m in T.unroll(M):
+                low += mixing[M + m * M + k] * _low(raw[m, h])
+                high += mixing[M + m * M + k] * _high(raw[m, h])
+            kept[first + k * 4 + h] = _two(low, high)
+
+
+@T.macro
+def _gates(whole, b, g, q, gate, found, scaling, basis, eps, norm_eps, D: int, head: bool):
+    """A quad's two tokens: what each stream is multiplied by to be merged; found: 1 / rms, the lane's pre, 1 / rms of
+    the input."""
+    for n in T.unroll(2):
+        found[n, 0] = T.rsqrt(whole[b, SQUARES, n * 8 + g] / (M * D) + norm_eps)
+        found[n, 1] = _sigmoid(whole[b, q, n * 8 + g] * found[n, 0] * scaling + basis) + eps
+        found[n, 2] = 0.0
+    for n in T.unroll(2):
+        for j in T.unroll(M):
+            gate[n, j] = T.shfl_sync(found[n, 1], j, width=M)
+    if not head:
+        for at, one, other in PAIRS:
+            for n in T.unroll(2):
+                both = gate[n, one] * gate[n, other]
+                found[n, 2] += (1.0 if one == other else 2.0) * both * whole[b, M + at, n * 8 + g]
+        for n in T.unroll(2):
+            found[n, 2] = T.rsqrt(T.max(found[n, 2], 0.0) / D + norm_eps)
+            for j in T.unroll(M):
+                gate[n, j] *= found[n, 2]
+
+
+@T.macro
+def _merge(raw, gate, n, value):
+    for h in T.unroll(EACH // 2):
+        value[2 * h] = gate[n, 0] * _low(raw[0, h])
+        value[2 * h + 1] = gate[n, 0] * _high(raw[0, h])
+        for m in T.unroll(M - 1):
+            value[2 * h] += gate[n, m + 1] * _low(raw[m + 1, h])
+            value[2 * h + 1] += gate[n, m + 1] * _high(raw[m + 1, h])
+
+
+@T.macro
+def _invert(rest, sums):
+    """Reciprocals of four sums, by twos: half as many of the slow instruction."""
+    for i in T.unroll(2):
+        both = T.fast_rcp(sums[2 * i] * sums[2 * i + 1])
+        rest[2 * i] = both * sums[2 * i + 1]
+        rest[2 * i + 1] = both * sums[2 * i]
+
+
+@T.macro
+def _over(comb, sums, rest, eps, along, across):
+    """comb over its sums `along`."""
+    for i in T.unroll(M):
+        sums[i] = (comb[across * i] + comb[across * i + along]) + (
+            comb[across * i + 2 * along] + (comb[across * i + 3 * along] + eps)
+        )
+    _invert(rest, sums)
+    for i in T.unroll(M):
+        for j in T.unroll(M):
+            comb[across * i + along * j] *= rest[i]
+
+
+@T.macro
+def _sinkhorn(comb, sums, rest, eps, iters: int):
+    for j in T.unroll(M):
+        top = T.max(T.max(comb[M * j], comb[M * j + 1]), T.max(comb[M * j + 2], comb[M * j + 3]))
+        for k in T.unroll(M):
+            comb[M * j + k] = T.exp(comb[M * j + k] - top)
+        sums[j] = (comb[M * j] + comb[M * j + 1]) + (comb[M * j + 2] + comb[M * j + 3])
+    _invert(rest, sums)
+    for j in T.unroll(M * M):
+        comb[j] = comb[j] * rest[j // M] + eps
+    _over(comb, sums, rest, eps, M, 1)
+    for _ in T.serial(iters - 1):
+        _over(comb, sums, rest, eps, 1, M)
+        _over(comb, sums, rest, eps, M, 1)
+
+
+def _loads(D: int, leaves: bool, X: int, tiles: int):
+    """What comes to the chip: a thread's entries of a round, and the block's columns of the projection."""
+    first_word = (STAGES - 3) * STAGE  # of the stages that the projection comes through before they are a round's
+
+    @T.macro
+    def load_ahead(x, f, ahead, of_f, tile, stage, thread, column, N):
+        for n in T.unroll(2):
+            token = tile * TOKENS + n * 8 + thread % 32 // 4
+            if token < N:
+                for m in T.unroll(M):
+                    place = stage % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
+                    _move("copy_ahead", ahead[place], x[token, m * D + column])
+                if leaves:
+                    _move("copy_ahead", of_f[stage % (AHEAD + 1), n, thread, 0], f[token, column])
+        _do("close_copies")
+
+    @T.macro
+    def load_projection(fn, ahead, thread, column):
+        """A warp's 32 columns, whole lines at a time; each stream can be awaited alone."""
+        for m in T.unroll(M):
+            for i in T.unroll(X // 4):
+                row = i * 4 + thread % 32 // 8
+                place = (thread // 32 * X * M + m * X + row) * 32 + (thread % 8 ^ (row & 1)) * 4
+                _move("copy_ahead", ahead[first_word + place], fn[row, m * D + column + thread % 8 * 4])
+            _do("close_copies")
+
+    @T.macro
+    def split_projection(ahead, a, value, thread):
+        """Into registers as the sum of two bfloat16, 16 bits of each number: rows of the upper halves, of the lower."""
+        g = thread % 32 // 4
+        for m in tuple(range(M)):
+            _do(f"wait_copies<{M - 1 - m + LAG}>")
+            T.sync_warp()
+            for i in T.unroll(tiles):
+                row = T.min(8 * i + g, X - 1)
+                for h in T.unroll(2):
+                    place = (thread // 32 * X * M + m * X + row) * 32 + ((thread % 4 * 2 + h) ^ (row & 1)) * 4
+                    _move("move_four", value[h * 4], ahead[first_word + place])
+                if X < 8:
+                    for j in T.unroll(EACH):
+                        value[j] = T.if_then_else(g < X, value[j], 0.0)
+                for h in T.unroll(EACH // 2):
+                    at = ((m * 2 + h // 2) * tiles + i) * 4 + h % 2 * 2
+                    a[at] = _two(value[2 * h], value[2 * h + 1])
+                    a[at + 1] = _two(value[2 * h] - _low(a[at]), value[2 * h + 1] - _high(a[at]))
+
+    return load_ahead, load_projection, split_projection
+
+
+def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
+    """Out of a sublayer with output f [N, D] and into the next: from the streams x [N, J] before it and their weights
+    `before` [N, 32], the streams after it, x'_k = post_k f + sum_j comb_jk x_j; of these their projection by fn [X, J]
+    before 1 / rms, raw [N, 32]; their weights [N, 32]: pre, post, comb, 1 / rms at place 24, and of the merged input at
+    25; and the input sum_j pre_j x'_j [N, D], over its rms and times norm [D].
 
     Args:
         iters: Sinkhorn passes.
-        head: 4 mixing numbers, pre alone.
-        normed: the input is divided by its own rms and multiplied by norm [D].
+        leaves: without it x are the streams, and f, `before` and the streams after are absent.
+        head: 4 mixing numbers, pre alone; no norm.
+
+    rounds_had [G, D / 256] and sums are what the groups tell each other; zeros at first, then as they are left.
     """
-    J, steps = M * D, -(-D // (THREADS * EACH))
-    N = T.dynamic("N")
+    parts, (X, tiles, packs) = D // COLUMNS, (M, 1, GATE_PACKS) if head else (24, 3, PACKS)
+    owners = max(count for count in (1, 2, 3, 4) if parts % count == 0)  # of a round: who has Sinkhorn of its tokens
+    share, cycle = -(-TOKENS // owners), parts // owners
+    out_packs, outs = max(packs - GATE_PACKS, 1), M + M * M
+    sources = tuple((start, min(16, parts - start)) for start in range(0, parts, 16))
+    load_ahead, load_projection, split_projection = _loads(D, leaves, X, tiles)
+    N, G = T.dynamic("N"), T.dynamic("G")
 
     @T.macro
-    def over(c, other, step, eps):
-        """One number of comb over the sum of its row (step 1) or its column (4)."""
-        other[0] = c[0] + T.shfl_xor(c[0], step)
-        other[0] += T.shfl_xor(other[0], 2 * step)
-        c[0] *= T.fast_rcp(other[0] + eps)
-
-    @T.macro
-    def merge(held, pre, value, s, j):
-        value[0] = pre[0] * T.Cast(T.float32, held[s * M, j])
-        for m in T.unroll(M - 1):
-            value[0] += pre[m + 1] * T.Cast(T.float32, held[s * M + m + 1, j])
+    def collect(sums, group, pack, token, round, three):
+        for i in T.unroll(3):
+            three[i] = 0.0
+        for start, count in sources:
+            _to(
+                *(f"gather<{count}>", sums[group, round & (SLOTS - 1), start, pack, token, 0]),
+                *(PACKS * TOKENS * 16, round + 1, T.address_of(three[0])),
+            )
 
     @T.prim_func
-    def enter_kernel(
-        x: T.Tensor((N, J), T.bfloat16),
-        slices: T.Tensor((SPLITS, N, PLACES), T.float32),
-        base: T.Tensor((M if head else 24,), T.float32),
+    def across_kernel(
+        f: T.Tensor((N if leaves else 1, D), T.bfloat16),
+        x: T.Tensor((N, M * D), T.bfloat16),
+        before: T.Tensor((N if leaves else 1, PLACES), T.float32),
+        fn: T.Tensor((X, M * D), T.float32),
+        base: T.Tensor((X,), T.float32),
         scale: T.Tensor((1 if head else 3,), T.float32),
-        norm: T.Tensor((D if normed else 1,), T.float32),
+        norm: T.Tensor((1 if head else D,), T.float32),
         eps: T.float32,
         norm_eps: T.float32,
+        rounds_had: T.Tensor((G, parts), T.int32),
+        sums: T.Tensor((G, SLOTS, parts, PACKS, TOKENS, 4), T.int32),
+        streams: T.Tensor((N if leaves else 1, M * D), T.bfloat16),
+        raw_sums: T.Tensor((N, PLACES), T.float32),
         weights: T.Tensor((N, PLACES), T.float32),
         y: T.Tensor((N, D), T.bfloat16),
     ):
         # Long because a program is one function.
-        with T.Kernel(N, threads=THREADS) as token:
-            T.annotate_min_blocks_per_sm(3)
-            held = T.alloc_local((steps * M, EACH), T.bfloat16)
-            value = T.alloc_local((1,), T.float32)
-            short = T.alloc_local((EACH,), T.bfloat16)
-            square = T.alloc_local((1,), T.float32)
-            c = T.alloc_local((1,), T.float32)
-            other = T.alloc_local((1,), T.float32)
-            raw = T.alloc_shared((PLACES,), T.float32)
-            pre = T.alloc_shared((M,), T.float32)
-            places = T.alloc_shared((8,), T.float32)
-            again = T.alloc_shared((8,), T.float32)
+        with T.Kernel(G * parts, threads=THREADS + 128, prelude=PRELUDE) as block:
+            ahead = T.alloc_shared((STAGES * STAGE,), T.uint32)
+            of_f = T.alloc_shared((AHEAD + 1 if leaves else 1, 2, THREADS, 4), T.uint32)
+            partial = T.alloc_shared((THREADS // 32, 3 * packs, TOKENS), T.float32)
+            mixings = T.alloc_shared((KEPT if leaves else 1, TOKENS, outs), T.float32)
+            whole = T.alloc_shared((KEPT, 3 * GATE_PACKS, TOKENS), T.float32)
+            own = T.alloc_shared((share, 3 * out_packs), T.float32)
+            norms = T.alloc_shared((COLUMNS,), T.float32)
+            bases = T.alloc_shared((X,), T.float32)
+            ready = T.alloc_barrier([THREADS // 32] * BARRIERS)  # partial sums of a round are there
+            sent = T.alloc_barrier([THREADS // 32] * BARRIERS)  # ... are with the group
+            known = T.alloc_barrier([GATHER // 32] * BARRIERS)  # the group's are here
+            taken = T.alloc_barrier([1] * BARRIERS)  # ... those for Sinkhorn too
+            mixed = T.alloc_barrier([GATHER // 32])  # the first rounds' mixings are there
             thread = T.get_thread_binding()
+            group, part = block // parts, block % parts
+            slot, turn = part // owners, part % owners
+            rounds = T.alloc_var(T.int32)
+            had = T.alloc_var(T.int32)
+            rounds = (T.ceildiv(N, TOKENS) - group + G - 1) // G
+            if (
+                norm_eps < 0.0
+            ):  # never; a program that may wait for its whole grid has all of its blocks started at once
+                T.sync_grid()
+            if thread < THREADS:
+                T.inc_max_nreg(208)
+                a = T.alloc_local((M * 2 * tiles * 4,), T.uint32)
+                c = T.alloc_local((tiles * 4,), T.float32)
+                gram = T.alloc_local((len(GRAM) * 4,), T.float32)
+                square = T.alloc_local((2,), T.float32)
+                raw = T.alloc_local((M + 1, 4), T.uint32)
+                kept = T.alloc_local((2 * M * 4,), T.uint32)
+                pair = T.alloc_local((4,), T.uint32)
+                mixing = T.alloc_local((outs,), T.float32)
+                value = T.alloc_local((EACH,), T.float32)
+                total = T.alloc_local((3,), T.float32)
+                of_norm = T.alloc_local((EACH,), T.float32)
+                gate = T.alloc_local((2, M), T.float32)
+                found = T.alloc_local((2, 3), T.float32)
+                scaling = T.alloc_var(T.float32)
+                basis = T.alloc_var(T.float32)
+                warp, lane = thread // 32, thread % 32
+                g, q = lane // 4, lane % 4  # a lane's tokens are g and g + 8
+                column = part * COLUMNS + warp * 32 + q * EACH
 
-            square[0] = 0.0
-            for s in T.unroll(steps):
-                for m in T.unroll(M):
-                    if s * THREADS * EACH + thread * EACH < D:
-                        for j in T.vectorized(EACH):
-                            held[s * M + m, j] = x[token, m * D + s * THREADS * EACH + thread * EACH + j]
-                        for j in T.unroll(EACH):
-                            square[0] += T.Cast(T.float32, held[s * M + m, j]) * T.Cast(T.float32, held[s * M + m, j])
-            if thread < PLACES:
-                value[0] = slices[0, token, thread]
-                for s in T.unroll(SPLITS - 1):
-                    value[0] += slices[s + 1, token, thread]
-                raw[thread] = value[0]
-            _sum_of_block(square, places, thread)
-            rho = T.ieee_frsqrt(square[0] / J + norm_eps)
-            if thread < M:
-                pre[thread] = _sigmoid(raw[thread] * rho * scale[0] + base[thread]) + eps
-                weights[token, thread] = pre[thread]
-            T.sync_threads()
-            if not head and thread >= THREADS - 32:  # the last warp, while the others go on; comb_jk is of lane 4 j + k
-                lane = thread % 32
-                if lane < M:
-                    weights[token, M + lane] = 2.0 * _sigmoid(raw[M + lane] * rho * scale[1] + base[M + lane])
-                c[0] = raw[2 * M + lane % 16] * rho * scale[2] + base[2 * M + lane % 16]
-                other[0] = T.max(c[0], T.shfl_xor(c[0], 1))
-                other[0] = T.max(other[0], T.shfl_xor(other[0], 2))
-                c[0] = T.exp(c[0] - other[0])
-                over(c, other, 1, 0.0)
-                c[0] += eps
-                over(c, other, 4, eps)
-                for _ in T.serial(iters - 1):
-                    over(c, other, 1, eps)
-                    over(c, other, 4, eps)
-                if lane < M * M:
-                    weights[token, 2 * M + lane] = c[0]
-            if thread == 32:
-                weights[token, 24] = rho
-            if normed:
-                square[0] = 0.0
-                for s in T.unroll(steps):
-                    for j in T.unroll(EACH):
-                        merge(held, pre, value, s, j)
-                        if s * THREADS * EACH + thread * EACH < D:
-                            square[0] += value[0] * value[0]
-                _sum_of_block(square, again, thread)
-                square[0] = T.ieee_frsqrt(square[0] / D + norm_eps)
-            for s in T.unroll(steps):
-                if s * THREADS * EACH + thread * EACH < D:
-                    for j in T.unroll(EACH):
-                        merge(held, pre, value, s, j)
-                        if normed:
-                            value[0] = value[0] * square[0] * norm[s * THREADS * EACH + thread * EACH + j]
-                        short[j] = T.Cast(T.bfloat16, value[0])
-                    for j in T.vectorized(EACH):
-                        y[token, s * THREADS * EACH + thread * EACH + j] = short[j]
+                had = rounds_had[group, part]
+                scaling = scale[0]
+                basis = base[q]
+                if rounds > 0:
+                    load_projection(fn, ahead, thread, part * COLUMNS + warp * 32)
+                if not head:
+                    _to("move_one", norms[thread], norm[part * COLUMNS + thread])
+                for s in tuple(range(AHEAD + 1)):
+                    if s == LAG:
+                        if rounds > 0:
+                            split_projection(ahead, a, value, thread)
+                        T.sync_threads(1, THREADS)
+                    load_ahead(x, f, ahead, of_f, s * G + group, s, thread, column, N)
+                if leaves:
+                    T.mbarrier_wait_parity(mixed, 0)
+                for r in T.serial(rounds + LAG):
+                    if r < rounds:
+                        _do(f"wait_copies<{AHEAD}>")
+                        for n in T.unroll(2):
+                            token = (r * G + group) * TOKENS + n * 8 + g
+                            for m in T.unroll(M):
+                                place = r % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
+                                if leaves:
+                                    _move("move_four", raw[m, 0], ahead[place])
+                                else:
+                                    _move("move_four", kept[n * 16 + m * 4], ahead[place])
+                            if leaves:
+                                _move("move_four", raw[M, 0], of_f[r % (AHEAD + 1), n, thread, 0])
+                                for i in T.unroll(outs // 4):
+                                    _move("move_four", mixing[i * 4], mixings[r % KEPT, n * 8 + g, i * 4])
+                                _mix(kept, n * 16, raw, mixing)
+                                for m in T.unroll(M):
+                                    place = r % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
+                                    _move("move_four", ahead[place], kept[n * 16 + m * 4])
+                                    if token < N:
+                                        _move("move_four", streams[token, m * D + column], kept[n * 16 + m * 4])
+                        for n in T.unroll(2):
+                            _products(kept, n * 16, a, c, gram, pair, tiles)
+                            if n == 0:  # until here the round before may have been read
+                                last = r + BARRIERS - 1
+                                T.mbarrier_wait_parity(sent[last % BARRIERS], (last // BARRIERS & 1) ^ 1)
+                            for i in tuple(range(tiles)):
+                                row = (g if head else T.if_then_else(g < M, g, g + 11)) if i == 0 else 8 * i + g + 11
+                                if not head or g < M:
+                                    one, other = c[i * 4] + c[i * 4 + 2], c[i * 4 + 1] + c[i * 4 + 3]
+                                    _to("move_two", partial[warp, row, n * 8 + q * 2], one, other)
+                            if q == g // 2:  # who has a token's products with itself
+                                for h in T.unroll(2):
+                                    square[h] = (gram[h] + gram[8 + h]) + (gram[14 + h] + gram[16 + h])
+                                for row in (SQUARES,) if head else (SQUARES, 3 * packs - 1):
+                                    odd = T.if_then_else(g % 2 == 0, square[0], square[1])
+                                    _to("move_one", partial[warp, row, n * 8 + g], odd)
+                                for i in T.unroll(2 * len(GRAM)):
+                                    odd = T.if_then_else(g % 2 == 0, gram[i * 2], gram[i * 2 + 1])
+                                    _to("move_one", partial[warp, M + i, n * 8 + g], odd)
+                        T.sync_warp()
+                        if lane == 0:
+                            T.mbarrier_arrive(ready[r % BARRIERS])
+                    if r >= LAG:
+                        past = r - LAG
+                        T.mbarrier_wait_parity(known[past % BARRIERS], past // BARRIERS & 1)
+                        _gates(whole, past % KEPT, g, q, gate, found, scaling, basis, eps, norm_eps, D, head)
+                        for n in T.unroll(2):
+                            token = (past * G + group) * TOKENS + n * 8 + g
+                            if warp == 0 and past % cycle == slot and (n * 8 + g) // share == turn and token < N:
+                                weights[token, q] = found[n, 1]
+                                raw_sums[token, q] = whole[past % KEPT, q, n * 8 + g]
+                                if q == 0:
+                                    weights[token, RHO] = found[n, 0]
+                                    if not head:
+                                        weights[token, RMS] = found[n, 2]
+                            for m in T.unroll(M):
+                                place = past % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
+                                _move("move_four", raw[m, 0], ahead[place])
+                            _merge(raw, gate, n, value)
+                            if not head:
+                                for h in T.unroll(2):
+                                    _move("move_four", of_norm[h * 4], norms[warp * 32 + q * EACH + h * 4])
+                                for j in T.unroll(EACH):
+                                    value[j] *= of_norm[j]
+                            for h in T.unroll(EACH // 2):
+                                pair[h] = _two(value[2 * h], value[2 * h + 1])
+                            if token < N:
+                                _move("move_four", y[token, column], pair[0])
+                    load_ahead(
+                        *(x, f, ahead, of_f, (r + AHEAD + 1) * G + group, r + AHEAD + 1, thread, column, N),
+                    )
+                    if r < rounds:
+                        T.mbarrier_wait_parity(ready[r % BARRIERS], r // BARRIERS & 1)
+                        pack, token = thread // TOKENS, thread % TOKENS
+                        if pack < packs:
+                            for i in T.unroll(3):
+                                for w in T.unroll(8):
+                                    value[w] = partial[w, pack * 3 + i, token]
+                                total[i] = ((value[0] + value[1]) + (value[2] + value[3])) + (
+                                    (value[4] + value[5]) + (value[6] + value[7])
+                                )
+                            _to(
+                                *("put", sums[group, (had + r) & (SLOTS - 1), part, pack, token, 0]),
+                                *(total[0], total[1], total[2], had + r + 1),
+                            )
+                        T.sync_warp()
+                        if lane == 0:
+                            T.mbarrier_arrive(sent[r % BARRIERS])
+            else:
+                T.dec_max_nreg(88)
+                e, lane = thread - THREADS, thread % 32
+                three = T.alloc_local((3,), T.float32)
+                fetched = T.alloc_local((4,), T.float32)
+                had = rounds_had[group, part]
+                if e < GATHER:
+                    if leaves:
+                        if e < TOKENS * 5:
+                            for s in T.unroll(LAG + 1):
+                                token = T.min((s * G + group) * TOKENS + e // 5, N - 1)
+                                for j in T.vectorized(4):
+                                    fetched[j] = before[token, M + e % 5 * 4 + j]
+                                _move("move_four", mixings[s, e // 5, e % 5 * 4], fetched[0])
+                        T.sync_warp()
+                        if lane == 0:
+                            T.mbarrier_arrive(mixed)
+                    for r in T.serial(rounds):
+                        if leaves:  # noqa: SIM102 (a constant, then a condition)
+                            if e < TOKENS * 5:
+                                token = T.min(((r + LAG + 1) * G + group) * TOKENS + e // 5, N - 1)
+                                for j in T.vectorized(4):
+                                    fetched[j] = before[token, M + e % 5 * 4 + j]
+                        T.mbarrier_wait_parity(sent[r % BARRIERS], r // BARRIERS & 1)
+                        if not head:  # noqa: SIM102 (else the group would write over them in six rounds)
+                            if r >= 2 and (r - 2) % cycle == slot:
+                                turns = (r - 2) // cycle
+                                T.mbarrier_wait_parity(taken[turns % BARRIERS], turns // BARRIERS & 1)
+                        if e < GATE_PACKS * TOKENS:
+                            collect(sums, group, e // TOKENS, e % TOKENS, had + r, three)
+                            for i in T.unroll(3):
+                                _to("move_one", whole[r % KEPT, e // TOKENS * 3 + i, e % TOKENS], three[i])
+                        if leaves:  # noqa: SIM102 (a constant, then a condition)
+                            if e < TOKENS * 5:
+                                _move("move_four", mixings[(r + LAG + 1) % KEPT, e // 5, e % 5 * 4], fetched[0])
+                        T.sync_warp()
+                        if lane == 0:
+                            T.mbarrier_arrive(known[r % BARRIERS])
+                    if e == 0:
+                        if not head:
+                            turns = (rounds - 1 - slot + cycle) // cycle
+                            if turns > 0:  # who takes them has read the number too
+                                T.mbarrier_wait_parity(taken[(turns - 1) % BARRIERS], (turns - 1) // BARRIERS & 1)
+                        rounds_had[group, part] = had + rounds
+                elif not head:
+                    comb = T.alloc_local((M * M,), T.float32)
+                    rest = T.alloc_local((M,), T.float32)
+                    added = T.alloc_local((M,), T.float32)
+                    rho = T.alloc_var(T.float32)
+                    r = T.alloc_var(T.int32)
+                    if lane < X:
+                        _to("move_one", bases[lane], base[lane])
+                    for turns in T.serial((rounds - 1 - slot + cycle) // cycle):
+                        r = turns * cycle + slot
+                        T.mbarrier_wait_parity(sent[r % BARRIERS], r // BARRIERS & 1)
+                        for s in T.unroll(-(-share * out_packs // 32)):
+                            o, pack = (s * 32 + lane) // out_packs, (s * 32 + lane) % out_packs
+                            if o < share and turn * share + o < TOKENS:
+                                collect(sums, group, GATE_PACKS + pack, turn * share + o, had + r, three)
+                                for i in T.unroll(3):
+                                    _to("move_one", own[o, pack * 3 + i], three[i])
+                        T.sync_warp()
+                        if lane == 0:
+                            T.mbarrier_arrive(taken[turns % BARRIERS])
+                        first = (r * G + group) * TOKENS + turn * share
+                        if lane < share and turn * share + lane < TOKENS and first + lane < N:
+                            rho = T.rsqrt(own[lane, outs] / (M * D) + norm_eps)
+                            for i in T.unroll(M * M):
+                                comb[i] = own[lane, M + i] * rho * scale[2] + bases[2 * M + i]
+                            _sinkhorn(comb, added, rest, eps, iters)
+                            for i in T.unroll(M):
+                                for j in T.vectorized(M):
+                                    weights[first + lane, 2 * M + i * M + j] = comb[i * M + j]
+                        for s in T.unroll(-(-share * outs // 32)):
+                            o, i = (s * 32 + lane) // outs, (s * 32 + lane) % outs
+                            if o < share and turn * share + o < TOKENS and first + o < N:
+                                raw_sums[first + o, M + i] = own[o, i]
+                                if i < M:
+                                    rho = T.rsqrt(own[o, outs] / (M * D) + norm_eps)
+                                    logit = own[o, i] * rho * scale[1] + bases[M + i]
+                                    weights[first + o, M + i] = 2.0 * _sigmoid(logit)
+                        T.sync_warp()
 
-    return enter_kernel
+    return across_kernel
 
 
 def leave(D: int) -> PrimFunc:
