@@ -12,8 +12,9 @@ M, PLACES = 4, 32
 THREADS, EACH = 256, 8
 """Threads of a token, and neighbouring entries that each takes at once."""
 
-DOT_STEP, GATE_TOKENS = 256, 8
-"""Entries that a warp takes at once where it has a token to itself, and tokens of such a block."""
+GATE_TOKENS, GATE_CTAS, GATE_THREADS = 8, 264, 128
+"""Tokens whose gates' gradients a block makes at once, blocks, two for a multiprocessor, and threads beside those that
+sum over entries."""
 
 BACK_N, BACK_D = 64, 64
 """As in `mix_streams_grad_tile`: tokens and columns of a tile."""
@@ -106,16 +107,19 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
         normed: the input is the merged streams over their rms and times norm [D], whose gradient is made here.
 
     `raw` [N, 32] are the mixing numbers before 1 / rms, weights [N, 32] what the way in made of them, grad_weights
-    [N, 32] the gradients of its post and comb; out_weights [N, 32] have post and comb of a way out before it. Written
-    are the gradient of the projection, as two bfloat16 [N, 64], high halves and low ones; `numbers`, what
-    `streams_backward` needs of a token (`PRE` and the places after it), 0 after the last one; and for each 8 tokens
-    the sums of the gradients of base (places 0 to 23) and scale (24 to 26).
+    [N, 32] the gradients of its post and comb; out_weights [N, 32] have post and comb of a way out before it.
 
-    A warp takes a token.
+    Written are mix_grads [N, 64], the gradients of `raw` as the sum of two bfloat16, high halves and low ones; for
+    `streams_backward` `numbers` [ceil(N / 64), 32, 64], 0 after the last token: pre, post and comb of the way out at
+    their places, at 24 the factor of the streams themselves, at 25 and 26 those of dy and of y in the gradient of the
+    merged streams y; and by_place, for each 8 tokens the sums of the gradients of base (0 to 23) and scale (24 to 26).
+
+    Blocks walk over groups of tokens. Eight warps take the sums over a token's entries together; four more run through
+    Sinkhorn meanwhile, then make the gates' gradients, each with a token.
     """
     J, X, dots = M * D, M if head else 24, 2 * M + 2 if normed else M
-    steps = D // DOT_STEP
-    each = 2 if steps % 2 == 0 else 1
+    steps = -(-D // (THREADS * EACH))
+    each = min(steps, 2)
     N = T.dynamic("N")
     passes = 2 * iters - 1
 
@@ -130,16 +134,16 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
         other[0] += T.shfl_xor(other[0], 8)
 
     @T.macro
-    def undo(c, grad, kept, at, other, sum_of):
+    def undo(c, grad, kept, at, thread, other, sum_of):
         """Through one pass: grad = (grad - sum(grad c)) / divisor, and c what it was before."""
         times = T.alloc_local((1,), T.float32)
         times[0] = grad[0] * c[0]
         sum_of(times, other)
-        grad[0] = (grad[0] - other[0]) * T.fast_rcp(kept[at])
-        c[0] *= kept[at]
+        grad[0] = (grad[0] - other[0]) * T.fast_rcp(kept[at, thread])
+        c[0] *= kept[at, thread]
 
     @T.macro
-    def sinkhorn_backward(c, grad, kept, other, eps):
+    def sinkhorn_backward(c, grad, kept, thread, other, eps):
         """From the logit and the gradient of a number of comb: the gradient of the logit, in `grad`."""
         other[0] = T.max(c[0], T.shfl_xor(c[0], 1))
         other[0] = T.max(other[0], T.shfl_xor(other[0], 2))
@@ -151,18 +155,142 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
                 column_sum(c, other)
             else:
                 row_sum(c, other)
-            kept[i] = other[0] + eps
-            c[0] *= T.fast_rcp(kept[i])
+            other[0] += eps
+            kept[i, thread] = other[0]
+            c[0] *= T.fast_rcp(other[0])
         for i in T.unroll(passes):
             if (passes - 1 - i) % 2 == 0:
-                undo(c, grad, kept, passes - 1 - i, other, column_sum)
+                undo(c, grad, kept, passes - 1 - i, thread, other, column_sum)
             else:
-                undo(c, grad, kept, passes - 1 - i, other, row_sum)
+                undo(c, grad, kept, passes - 1 - i, thread, other, row_sum)
         c[0] -= eps
-        kept[0] = grad[0] * c[0]
-        other[0] = kept[0] + T.shfl_xor(kept[0], 1)
-        other[0] += T.shfl_xor(other[0], 2)
+        times = T.alloc_local((1,), T.float32)
+        times[0] = grad[0] * c[0]
+        row_sum(times, other)
         grad[0] = c[0] * (grad[0] - other[0])
+
+    @T.macro
+    def entries(token, part, x, dy, norm, weights, parts, thread):
+        """Sums over a token's entries, for each group of 32 threads eight parts of each: of dy x_j, and with a norm of
+        y x_j, y y and dy y, where y are the merged streams, and dy has the norm's weight."""
+        of_y = T.alloc_local((each, EACH), T.bfloat16)
+        of_x = T.alloc_local((each * M, EACH), T.bfloat16)
+        n = T.alloc_local((EACH,), T.float32)
+        pre = T.alloc_local((M,), T.float32)
+        sums = T.alloc_local((dots,), T.float32)
+        value = T.alloc_local((2,), T.float32)
+        lane = thread % 32
+        for i in T.vectorized(M):
+            pre[i] = weights[token, i]
+        for i in T.unroll(dots):
+            sums[i] = 0.0
+        for s in T.serial(-(-steps // each)):
+            for e in T.unroll(each):
+                at = ((s * each + e) * THREADS + thread) * EACH
+                if at < D:
+                    for j in T.vectorized(EACH):
+                        of_y[e, j] = dy[token, at + j]
+                    for m in T.unroll(M):
+                        for j in T.vectorized(EACH):
+                            of_x[e * M + m, j] = x[token, m * D + at + j]
+            for e in T.unroll(each):
+                at = ((s * each + e) * THREADS + thread) * EACH
+                if at < D:
+                    if normed:
+                        for h in T.unroll(2):
+                            for j in T.vectorized(EACH // 2):
+                                n[h * (EACH // 2) + j] = norm[at + h * (EACH // 2) + j]
+                    for j in T.unroll(EACH):
+                        value[0] = T.Cast(T.float32, of_y[e, j])
+                        if normed:
+                            value[0] *= n[j]
+                            value[1] = pre[0] * T.Cast(T.float32, of_x[e * M, j])
+                            for m in T.unroll(M - 1):
+                                value[1] += pre[m + 1] * T.Cast(T.float32, of_x[e * M + m + 1, j])
+                            sums[2 * M] += value[1] * value[1]
+                            sums[2 * M + 1] += value[0] * value[1]
+                        for m in T.unroll(M):
+                            sums[m] += value[0] * T.Cast(T.float32, of_x[e * M + m, j])
+                            if normed:
+                                sums[M + m] += value[1] * T.Cast(T.float32, of_x[e * M + m, j])
+        for step in (16, 8):
+            for i in T.unroll(dots):
+                sums[i] += T.shfl_xor(sums[i], step)
+        if lane < 8:
+            for i in T.unroll(dots):
+                parts[part, i, thread // 32 * 8 + lane] = sums[i]
+
+    @T.macro
+    def gates(
+        token, part, raw, scale, weights, grad_weights, out_weights, eps, norm_eps, mix_grads, parts, told, logit, lane
+    ):
+        """What a token's sums and the gradients of its comb's logits give; a lane has a place."""
+        pre = T.alloc_local((M,), T.float32)
+        sums = T.alloc_local((dots,), T.float32)
+        value = T.alloc_local((2,), T.float32)
+        other = T.alloc_local((1,), T.float32)
+        of_norm = T.alloc_local((2,), T.float32)
+        of_scale = T.alloc_local((3,), T.float32)
+        short = T.alloc_local((2,), T.bfloat16)
+        rho = weights[token, 24]
+        for i in T.vectorized(M):
+            pre[i] = weights[token, i]
+        for i in T.unroll(dots):
+            sums[i] = parts[part, i, lane] + parts[part, i, 32 + lane]
+        for step in (16, 8, 4, 2, 1):
+            for i in T.unroll(dots):
+                sums[i] += T.shfl_xor(sums[i], step)
+        of_norm[0] = 1.0
+        of_norm[1] = 0.0
+        if normed:
+            of_norm[0] = T.ieee_frsqrt(sums[2 * M] / D + norm_eps)
+            of_norm[1] = of_norm[0] * of_norm[0] * of_norm[0] * sums[2 * M + 1] / D
+        # From here a lane has its place.
+        for m in T.unroll(M):
+            if lane == m:
+                value[0] = sums[m]
+                if normed:
+                    value[0] = of_norm[0] * sums[m] - of_norm[1] * sums[M + m]
+                logit[0] = value[0] * (pre[m] - eps) * (1.0 + eps - pre[m])
+        if lane >= M and lane < 2 * M:
+            logit[0] = 0.0
+            if not head:
+                logit[0] = grad_weights[token, lane] * weights[token, lane] * (1.0 - 0.5 * weights[token, lane])
+        value[0] = 0.0
+        if lane < X:
+            value[0] = raw[token, lane]
+        else:
+            logit[0] = 0.0
+        # Gradients of the scales, in every lane; their sum is of 1 / rms.
+        value[0] *= logit[0] * rho
+        for step in (1, 2):
+            value[0] += T.shfl_xor(value[0], step)
+        of_scale[0] = T.shfl_sync(value[0], 0)
+        of_scale[1] = T.shfl_sync(value[0], M)
+        of_scale[2] = T.shfl_sync(value[0], 2 * M)
+        for m in T.unroll(M - 1):
+            of_scale[2] += T.shfl_sync(value[0], 3 * M + m * M)
+        other[0] = of_scale[0] * scale[0]
+        if not head:
+            other[0] += of_scale[1] * scale[1] + of_scale[2] * scale[2]
+        other[0] *= -(rho * rho) / J
+        value[0] = logit[0]
+        value[1] = out_weights[token, lane]
+        for m in T.unroll(3):
+            if lane == 24 + m:
+                value[0] = of_scale[m]
+                value[1] = other[0] if m == 0 else of_norm[m - 1]
+        for m in T.unroll(M):
+            if lane == m:
+                value[1] = pre[m]
+        told[0] = value[0]
+        told[1] = value[1]
+        of_place = 0 if head else T.if_then_else(lane < M, 0, T.if_then_else(lane < 2 * M, 1, 2))
+        logit[0] *= scale[of_place] * rho
+        short[0] = T.Cast(T.bfloat16, logit[0])
+        short[1] = T.Cast(T.bfloat16, logit[0] - T.Cast(T.float32, short[0]))
+        mix_grads[token, lane] = short[0]
+        mix_grads[token, PLACES + lane] = short[1]
 
     @T.prim_func
     def gates_backward_kernel(
@@ -182,131 +310,81 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
         by_place: T.Tensor((T.ceildiv(N, BACK_N) * (BACK_N // GATE_TOKENS), PLACES), T.float32),
     ):
         # Long because a program is one function.
-        with T.Kernel(T.ceildiv(N, BACK_N) * (BACK_N // GATE_TOKENS), threads=32 * GATE_TOKENS) as block:
-            T.annotate_min_blocks_per_sm(3)
-            of_y = T.alloc_local((each, EACH), T.bfloat16)
-            of_x = T.alloc_local((each * M, EACH), T.bfloat16)
-            n = T.alloc_local((EACH,), T.float32)
-            pre = T.alloc_local((M,), T.float32)
-            sums = T.alloc_local((dots,), T.float32)
-            value = T.alloc_local((2,), T.float32)
+        with T.Kernel(GATE_CTAS, threads=THREADS + GATE_THREADS) as cta:
+            T.annotate_min_blocks_per_sm(2)
             logit = T.alloc_local((1,), T.float32)
             c = T.alloc_local((1,), T.float32)
             other = T.alloc_local((1,), T.float32)
-            kept = T.alloc_local((passes,), T.float32)
-            of_norm = T.alloc_local((2,), T.float32)
-            of_scale = T.alloc_local((3,), T.float32)
-            short = T.alloc_local((2,), T.bfloat16)
+            kept = T.alloc_shared((1 if head else passes, GATE_THREADS), T.float32)
+            told = T.alloc_local((2,), T.float32)
+            parts = T.alloc_shared((2 * GATE_TOKENS, dots, 64), T.float32)
             of_places = T.alloc_shared((GATE_TOKENS, PLACES), T.float32)
             of_numbers = T.alloc_shared((GATE_TOKENS, PLACES + 1), T.float32)
+            full = T.alloc_barrier([THREADS // 32] * 2)
+            empty = T.alloc_barrier([GATE_THREADS // 32] * 2)
             thread = T.get_thread_binding()
-            slot, lane = thread // 32, thread % 32
-            token = block * GATE_TOKENS + slot
-            of_places[slot, lane] = 0.0
-            of_numbers[slot, lane] = 0.0
-            if token < N:
-                rho = weights[token, 24]
-                logit[0] = 0.0
-                if not head:
-                    # Lanes 8 to 23 have the numbers of comb at their places, and the rest have them once more.
-                    place = 2 * M + (lane + M * M // 2) % (M * M)
-                    c[0] = raw[token, place] * rho * scale[2] + base[place]
-                    logit[0] = grad_weights[token, place]
-                    sinkhorn_backward(c, logit, kept, other, eps)
-                for i in T.vectorized(M):
-                    pre[i] = weights[token, i]
-                for i in T.unroll(dots):
-                    sums[i] = 0.0
-                for s in T.serial(steps // each):
-                    for e in T.unroll(each):
-                        at = (s * each + e) * DOT_STEP + lane * EACH
-                        for j in T.vectorized(EACH):
-                            of_y[e, j] = dy[token, at + j]
-                        for m in T.unroll(M):
-                            for j in T.vectorized(EACH):
-                                of_x[e * M + m, j] = x[token, m * D + at + j]
-                    for e in T.unroll(each):
-                        if normed:
-                            at = (s * each + e) * DOT_STEP + lane * EACH
-                            for h in T.unroll(2):
-                                for j in T.vectorized(EACH // 2):
-                                    n[h * (EACH // 2) + j] = norm[at + h * (EACH // 2) + j]
-                        for j in T.unroll(EACH):
-                            value[0] = T.Cast(T.float32, of_y[e, j])
-                            if normed:
-                                value[0] *= n[j]
-                                value[1] = pre[0] * T.Cast(T.float32, of_x[e * M, j])
-                                for m in T.unroll(M - 1):
-                                    value[1] += pre[m + 1] * T.Cast(T.float32, of_x[e * M + m + 1, j])
-                                sums[2 * M] += value[1] * value[1]
-                                sums[2 * M + 1] += value[0] * value[1]
-                            for m in T.unroll(M):
-                                sums[m] += value[0] * T.Cast(T.float32, of_x[e * M + m, j])
-                                if normed:
-                                    sums[M + m] += value[1] * T.Cast(T.float32, of_x[e * M + m, j])
-                for step in (16, 8, 4, 2, 1):
-                    for i in T.unroll(dots):
-                        sums[i] += T.shfl_xor(sums[i], step)
-                of_norm[0] = 1.0
-                of_norm[1] = 0.0
-                if normed:
-                    of_norm[0] = T.ieee_frsqrt(sums[2 * M] / D + norm_eps)
-                    of_norm[1] = of_norm[0] * of_norm[0] * of_norm[0] * sums[2 * M + 1] / D
-                # From here a lane has its place.
-                for m in T.unroll(M):
-                    if lane == m:
-                        value[0] = sums[m]
-                        if normed:
-                            value[0] = of_norm[0] * sums[m] - of_norm[1] * sums[M + m]
-                        logit[0] = value[0] * (pre[m] - eps) * (1.0 + eps - pre[m])
-                if lane >= M and lane < 2 * M:
-                    logit[0] = 0.0
-                    if not head:
-                        logit[0] = grad_weights[token, lane] * weights[token, lane] * (1.0 - 0.5 * weights[token, lane])
-                value[0] = 0.0
-                if lane < X:
-                    value[0] = raw[token, lane]
-                else:
-                    logit[0] = 0.0
-                # Gradients of the scales, in every lane; their sum is of 1 / rms.
-                value[0] *= logit[0] * rho
-                for step in (1, 2):
-                    value[0] += T.shfl_xor(value[0], step)
-                of_scale[0] = T.shfl_sync(value[0], 0)
-                of_scale[1] = T.shfl_sync(value[0], M)
-                of_scale[2] = T.shfl_sync(value[0], 2 * M)
-                for m in T.unroll(M - 1):
-                    of_scale[2] += T.shfl_sync(value[0], 3 * M + m * M)
-                other[0] = of_scale[0] * scale[0]
-                if not head:
-                    other[0] += of_scale[1] * scale[1] + of_scale[2] * scale[2]
-                other[0] *= -(rho * rho) / J
-                value[0] = logit[0]
-                value[1] = out_weights[token, lane]
-                for m in T.unroll(3):
-                    if lane == 24 + m:
-                        value[0] = of_scale[m]
-                        value[1] = other[0] if m == 0 else of_norm[m - 1]
-                for m in T.unroll(M):
-                    if lane == m:
-                        value[1] = pre[m]
-                of_places[slot, lane] = value[0]
-                of_numbers[slot, lane] = value[1]
-                logit[0] *= scale[0 if head else T.if_then_else(lane < M, 0, T.if_then_else(lane < 2 * M, 1, 2))] * rho
-                short[0] = T.Cast(T.bfloat16, logit[0])
-                short[1] = T.Cast(T.bfloat16, logit[0] - T.Cast(T.float32, short[0]))
-                mix_grads[token, lane] = short[0]
-                mix_grads[token, PLACES + lane] = short[1]
-            T.sync_threads()
-            first = block * GATE_TOKENS
-            numbers[first // BACK_N, thread // GATE_TOKENS, first % BACK_N + thread % GATE_TOKENS] = of_numbers[
-                thread % GATE_TOKENS, thread // GATE_TOKENS
-            ]
-            if thread < PLACES:
-                value[0] = of_places[0, thread]
-                for i in T.unroll(GATE_TOKENS - 1):
-                    value[0] += of_places[i + 1, thread]
-                by_place[block, thread] = value[0]
+            lane = thread % 32
+            groups = T.ceildiv(T.ceildiv(N, BACK_N) * (BACK_N // GATE_TOKENS) - cta, GATE_CTAS)
+            if thread < THREADS:
+                T.inc_max_nreg(96)
+                for g in T.serial(groups):
+                    T.mbarrier_wait_parity(empty[g % 2], ((g // 2) & 1) ^ 1)
+                    for t in T.serial(GATE_TOKENS):
+                        token = (g * GATE_CTAS + cta) * GATE_TOKENS + t
+                        if token < N:
+                            entries(token, g % 2 * GATE_TOKENS + t, x, dy, norm, weights, parts, thread)
+                    T.sync_warp()
+                    if lane == 0:
+                        T.mbarrier_arrive(full[g % 2])
+            else:
+                T.dec_max_nreg(48)
+                for g in T.serial(groups):
+                    group = g * GATE_CTAS + cta
+                    for t in T.serial(GATE_TOKENS * 32 // GATE_THREADS):
+                        slot = t * (GATE_THREADS // 32) + (thread - THREADS) // 32
+                        token = group * GATE_TOKENS + slot
+                        logit[0] = 0.0
+                        if token < N and not head:
+                            # Lanes 8 to 23 have the numbers of comb at their places, and the rest have them once more.
+                            place = 2 * M + (lane + M * M // 2) % (M * M)
+                            c[0] = raw[token, place] * weights[token, 24] * scale[2] + base[place]
+                            logit[0] = grad_weights[token, place]
+                            sinkhorn_backward(c, logit, kept, thread - THREADS, other, eps)
+                        told[0] = 0.0
+                        told[1] = 0.0
+                        T.mbarrier_wait_parity(full[g % 2], (g // 2) & 1)
+                        if token < N:
+                            gates(
+                                *(
+                                    token,
+                                    g % 2 * GATE_TOKENS + slot,
+                                    raw,
+                                    scale,
+                                    weights,
+                                    grad_weights,
+                                    out_weights,
+                                    eps,
+                                ),
+                                *(norm_eps, mix_grads, parts, told, logit, lane),
+                            )
+                        of_places[slot, lane] = told[0]
+                        of_numbers[slot, lane] = told[1]
+                    T.sync_warp()
+                    if lane == 0:
+                        T.mbarrier_arrive(empty[g % 2])
+                    T.sync_threads(1, GATE_THREADS)
+                    for i in T.unroll(GATE_TOKENS * PLACES // GATE_THREADS):
+                        at = i * GATE_THREADS + thread - THREADS
+                        row = group * GATE_TOKENS % BACK_N + at % GATE_TOKENS
+                        numbers[group // (BACK_N // GATE_TOKENS), at // GATE_TOKENS, row] = of_numbers[
+                            at % GATE_TOKENS, at // GATE_TOKENS
+                        ]
+                    if thread < THREADS + PLACES:
+                        other[0] = of_places[0, lane]
+                        for i in T.unroll(GATE_TOKENS - 1):
+                            other[0] += of_places[i + 1, lane]
+                        by_place[group, lane] = other[0]
+                    T.sync_threads(1, GATE_THREADS)
 
     return gates_backward_kernel
 
