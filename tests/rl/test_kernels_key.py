@@ -26,10 +26,12 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.config import KernelBackends
 from rollforward.kernels.errors import BackendError
 from rollforward.model.train_config import AdamW
+from rollforward.rl import actors as rl_actors
 from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
 from rollforward.rl.algorithms import GRPO
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.train import policy_settings
+from rollforward.rollout import actors as rollout_actors
 from rollforward.rollout.actors import RolloutActor
 from rollforward.rollout.config import RolloutConfig
 from tests.helpers.commands import command
@@ -57,6 +59,15 @@ EVAL = (WORDS[0], "sampling.max_new_tokens=6", "prompts=4", "max_prompt_tokens=4
 def _reference() -> Iterator[None]:
     yield
     dispatch.choose({})
+    dispatch.path_of.cache_clear()
+
+
+def _pretend_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine that could run tile forms, if somebody had compiled them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path / "programs"))
+    dispatch.path_of.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +119,7 @@ def test_a_model_that_has_no_programs_is_refused_when_its_config_is_read(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a machine that could run them."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    _pretend_hopper(monkeypatch, tmp_path)
     run_dir = tmp_path / "run"
     words = ["train", f"run_dir={run_dir}", f"model_dir={model_dir}", *LOOP]
     assert command_line([*words, "kernels.mix=tile"]) == 2
@@ -131,10 +141,7 @@ def test_programs_that_are_not_compiled_are_asked_for_before_anything_is_placed(
     verb: str,
 ) -> None:
     """On a machine that could run them."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path / "programs"))
-    dispatch.path_of.cache_clear()
+    _pretend_hopper(monkeypatch, tmp_path)
     run_dir, words = tmp_path / "run", {"train": LOOP, "distill": LOOP, "sft": WORDS, "eval": EVAL}[verb]
     more = {
         "train": [f"model_dir={model_dir}"],
@@ -152,7 +159,22 @@ def test_programs_that_are_not_compiled_are_asked_for_before_anything_is_placed(
     )
     assert line.endswith(f"`rollforward kernels warm`, or set kernels.{name}=reference")
     assert {path.name for path in run_dir.iterdir()} <= {CONFIG_NAME, "runs.json", "lock"}
-    dispatch.path_of.cache_clear()
+
+
+def test_a_process_elsewhere_looks_for_its_programs_before_it_joins_or_opens(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pretend_hopper(monkeypatch, tmp_path)
+    run = small_run(tmp_path, model_dir, kernels={"linear_logprob": "tile"})
+    settings = LearnerSettings(algorithm=run.algo, **policy_settings(run))
+
+    def never(*_: object) -> Any:
+        raise AssertionError("too early")
+
+    with pytest.raises(BackendError, match=r"programs for the model of rank 1 of the learner \(vocab_size 384"):
+        rl_actors._joined("rank 1 of the learner", never, never, settings)
+    with pytest.raises(BackendError, match=r"programs for the model of engine-7 \(vocab_size 512"):
+        rollout_actors._built("engine-7", TILE, tiny_config(), never)
 
 
 def test_every_rank_is_told_the_runs_forms(model_dir: Path, tmp_path: Path) -> None:
