@@ -225,6 +225,7 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
         token, part, raw, scale, weights, grad_weights, out_weights, eps, norm_eps, mix_grads, parts, told, logit, lane
     ):
         """What a token's sums and the gradients of its comb's logits give; a lane has a place."""
+        # Long because every step has the numbers of the one before.
         pre = T.alloc_local((M,), T.float32)
         sums = T.alloc_local((dots,), T.float32)
         value = T.alloc_local((2,), T.float32)
