@@ -148,6 +148,26 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """For people and for `list`: run, task, trajectory."""
 
 
+class SnapshotKind(StrEnum):
+    """What of a sandbox a snapshot holds."""
+
+    FILES = "files"
+    """What was written into it, but for /dev/shm; no process. Between two commands of a container there is none."""
+    MACHINE = "machine"
+    """Its disk, memory and processors: what runs in it goes on where it was."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox's state, from which any number of others of the same spec can begin."""
+
+    kind: SnapshotKind
+    """What it holds."""
+    image: str
+    """Digest of what it lies on: only a sandbox of the same image can begin with it."""
+    data: bytes
+    """The substrate's own; of a container an uncompressed tar (`inside/snapshots.py`)."""
+
+
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox as its supervisor sees it."""
 
