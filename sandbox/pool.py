@@ -5,7 +5,7 @@
                                                                    stuck, tried again at each sweep
 
 Room is given first come, first served; a place is free again when nothing of its sandbox is left. A sandbox that is
-gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what isolates (`container.py`).
+gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what isolates (`substrate.py`).
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import msgspec
 
 from rollforward.sandbox import wire
 from rollforward.sandbox.config import ContainerConfig
-from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.errors import (
     GoneCause,
     SandboxBusyError,
@@ -31,8 +30,10 @@ from rollforward.sandbox.errors import (
     SandboxUnavailableError,
 )
 from rollforward.sandbox.graves import Graves, was_closed
+from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
 from rollforward.sandbox.room import Room
+from rollforward.sandbox.substrate import Substrate
 from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec
 
 _MAKERS: Final = 8
@@ -51,7 +52,7 @@ class Box:
 
     record: LeaseRecord
     spec: SandboxSpec
-    container: Container
+    sandbox: Instance
     made_s: float
     deadline: Deadline | None = None
     """None while it is warm."""
@@ -74,11 +75,11 @@ class _Making:
 class Pool:
     """See the module. One event loop; between two of its awaits nothing changes."""
 
-    def __init__(self, substrate: ContainerSubstrate, book: LeaseBook, config: ContainerConfig) -> None:
+    def __init__(self, substrate: Substrate, book: LeaseBook, config: ContainerConfig) -> None:
         """Begin with no sandbox.
 
         Args:
-            substrate: makes containers; it is started.
+            substrate: makes them; it is started.
             book: where records go.
             config: bounds; `configure` changes them.
         """
@@ -119,7 +120,7 @@ class Pool:
         Raises:
             SandboxBusyError: no room within that time.
             SandboxIdentityError: the identity is none, or is that of something else.
-            SandboxError: see `ContainerSubstrate.create`.
+            SandboxError: see `Substrate.create`.
         """
         wire.check_identity(sandbox_id)
         making = self._making.get(sandbox_id)
@@ -264,7 +265,7 @@ class Pool:
             self._counts["busy"] += 1
             raise SandboxBusyError(
                 f"no room for sandbox {sandbox_id} within {within_s:g} s: {self._room.taken} are there, as"
-                " sandbox.container.max_sandboxes allows, and none ended. Raise it or sandbox.container.actors, or wait"
+                " sandbox.sandbox.max_sandboxes allows, and none ended. Raise it or sandbox.sandbox.actors, or wait"
                 " longer (create_timeout_s)"
             ) from None
         making.has_room = True
@@ -281,7 +282,7 @@ class Pool:
                 box = await self._new(record, making.spec, snapshot)
             else:
                 self._counts["warm_hits"] += 1
-            if box.container.died.done() or self._is_closed:
+            if box.sandbox.died.done() or self._is_closed:
                 self._take_down(box)
                 raise SandboxUnavailableError(f"sandbox {sandbox_id} died as soon as it was made")
         except BaseException:
@@ -300,16 +301,16 @@ class Pool:
         return box
 
     async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: bytes | None) -> Box:
-        """Make a container, with a record before it is there and a better one after."""
+        """Make one, with a record before it is there and a better one after."""
         async with self._makers:
             self._book.write(record)
             try:
-                container = await self._substrate.create(record.instance, spec, snapshot=snapshot)
+                sandbox = await self._substrate.create(record.instance, spec, snapshot=snapshot)
             except BaseException:
                 self._book.remove(record.instance)
                 raise
-        box = Box(record=record, spec=spec, container=container, made_s=time.monotonic())
-        container.died.add_done_callback(lambda died: self._died(box, died))
+        box = Box(record=record, spec=spec, sandbox=sandbox, made_s=time.monotonic())
+        sandbox.died.add_done_callback(lambda died: self._died(box, died))
         try:
             self._rewrite(box, record)
         except SandboxUnavailableError:
@@ -318,13 +319,13 @@ class Pool:
         return box
 
     def _rewrite(self, box: Box, record: LeaseRecord) -> None:
-        pid = box.container.pid
+        pid = box.sandbox.pid
         record = msgspec.structs.replace(
             record,
             instance=box.record.instance,
             pid=pid,
             started_ticks=started_ticks(pid),
-            cgroups=tuple(str(path) for path in box.container.cgroup),
+            cgroups=tuple(str(path) for path in box.sandbox.cgroup),
         )
         self._book.write(record)
         box.record = record
@@ -334,7 +335,7 @@ class Pool:
         while (box := next((box for box in self._warm if _is_same(box.spec, spec)), None)) is not None:
             self._warm.remove(box)
             try:
-                if await box.container.is_fresh() and not box.container.died.done():
+                if await box.sandbox.is_fresh() and not box.sandbox.died.done():
                     self._rewrite(box, record)
                     box.spec, box.made_s = spec, time.monotonic()
                     return box
@@ -378,7 +379,7 @@ class Pool:
             except (SandboxError, OSError):
                 self._counts["failed"] += 1
                 return
-            if self._is_closed or box.container.died.done():
+            if self._is_closed or box.sandbox.died.done():
                 self._take_down(box)
                 return
             self._warm.append(box)
@@ -392,7 +393,7 @@ class Pool:
             box.deadline.renew(self._config.lease_s)
 
     def _died(self, box: Box, died: "asyncio.Future[GoneCause]") -> None:
-        """A container ended by itself or was killed by somebody else."""
+        """One ended by itself or was killed by somebody else."""
         if box.is_ending or died.cancelled():
             return
         cause = GoneCause.LOST if died.exception() is not None else died.result()
@@ -417,15 +418,15 @@ class Pool:
     def _take_down(self, box: Box) -> None:
         box.is_ending = True
         self._ending.add(box)
-        self._start(self._end_container(box))
+        self._start(self._end_sandbox(box))
 
-    async def _end_container(self, box: Box) -> None:
+    async def _end_sandbox(self, box: Box) -> None:
         try:
             async with self._enders:
-                await box.container.kill()
+                await box.sandbox.kill()
         finally:
             self._ending.discard(box)
-        if not box.container.is_gone:
+        if not box.sandbox.is_gone:
             self._stuck.add(box)  # a process of it waits in the kernel for something, killed as it is
             return
         self._book.remove(box.record.instance)

@@ -3,7 +3,7 @@
     whoever starts it ── exits or is killed, which changes nothing
          guard          own session, subreaper; waits, and cleans up after a supervisor that was killed
            supervisor   home locked (homes.py), socket, pool (pool.py); ends itself when nobody needs it
-             container.py's processes, which die with the supervisor
+             the substrates' processes, which die with the supervisor
 
 It answers questions (wire.py) of any number of connections, each as soon as it is done. It ends when it has had no
 sandbox that somebody holds and no connection for a while, or by SIGTERM. What is killed with it, or with both: the next
@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -36,6 +37,7 @@ from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, San
 from rollforward.sandbox.homes import Claim, Home, sweep_home, sweep_homes
 from rollforward.sandbox.pool import Box, Pool
 from rollforward.sandbox.results import failed
+from rollforward.sandbox.substrate import Substrates
 from rollforward.sandbox.tool_files import ToolFiles
 from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus
 from rollforward.sandbox.wire import Operation
@@ -63,7 +65,8 @@ class Service:
         self._claim, self._config = claim, config
         self._home = claim.home
         self._tools = ToolFiles(self._home.tools)
-        self._substrate = ContainerSubstrate(config.images, label=self._home.name, max_sandboxes=_MOST)
+        containers = partial(ContainerSubstrate, config.images, label=self._home.name, max_sandboxes=_MOST)
+        self._substrate = Substrates({"container": containers})
         self._pool = Pool(self._substrate, self._home.book, config)
         self._is_ending = asyncio.Event()
         self._connections: set[asyncio.Task[Any]] = set()
@@ -198,7 +201,7 @@ class Service:
 
     async def _exec(self, question: wire.Exec) -> ExecResult:
         box = self._find(question.which)
-        result = await self._finish(box.container.exec(question.request(), key=question.key))
+        result = await self._finish(box.sandbox.exec(question.request(), key=question.key))
         if result.status == ExecStatus.SANDBOX_DEAD:
             raise await self._death(question.which, box)
         return result
@@ -206,19 +209,19 @@ class Service:
     async def _call(self, question: wire.Invoke) -> CallResult:
         box = self._find(question.which)
         try:
-            return await self._finish(box.container.call(question.call(), key=question.key))
+            return await self._finish(box.sandbox.call(question.call(), key=question.key))
         except RecursionError:  # nested as deep as the client can just write; nothing has run
             return failed(CallStatus.ERROR, "the arguments are no JSON")
 
     async def _upload(self, question: wire.Upload) -> None:
-        await self._finish(self._find(question.which).container.upload(wire.decode_files(question.files)))
+        await self._finish(self._find(question.which).sandbox.upload(wire.decode_files(question.files)))
 
     async def _download(self, question: wire.Download) -> dict[bytes, bytes]:
-        container, paths = self._find(question.which).container, wire.decode_paths(question.paths)
-        return wire.encode_files(await self._finish(container.download(paths, max_bytes=question.max_bytes)))
+        sandbox, paths = self._find(question.which).sandbox, wire.decode_paths(question.paths)
+        return wire.encode_files(await self._finish(sandbox.download(paths, max_bytes=question.max_bytes)))
 
     async def _snapshot(self, question: wire.Snapshot) -> bytes:
-        return await self._finish(self._find(question.which).container.snapshot(max_bytes=question.max_bytes))
+        return await self._finish(self._find(question.which).sandbox.snapshot(max_bytes=question.max_bytes))
 
     async def _close(self, question: wire.Which) -> None:
         self._pool.close(question.sandbox_id, question.instance)
@@ -235,7 +238,7 @@ class Service:
 
     async def _death(self, which: wire.Which, box: Box) -> SandboxGoneError:
         """Why a sandbox is gone, as soon as that is known."""
-        await asyncio.wait([box.container.died], timeout=_SWEEP_S)
+        await asyncio.wait([box.sandbox.died], timeout=_SWEEP_S)
         await asyncio.sleep(0)
         return self._pool.gone_error(which.sandbox_id, which.instance)
 

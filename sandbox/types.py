@@ -1,7 +1,7 @@
 """Records of calls and commands: what is asked of a sandbox and what comes back. Their bytes are the substrates'."""
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -138,6 +138,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox is made of. Two that are equal are as good as each other."""
 
+    substrate: Literal["container", "microvm", "fullvm"] = "container"
+    """What isolates it; `substrate.py` says how."""
     image: str = "host"
     """Name of an image of the configuration; `host` is this machine's /usr, read-only, and its Python."""
     limits: Limits = Limits()

@@ -179,7 +179,7 @@ async def test_who_finds_no_room_in_time_is_told_what_to_do(shared: Stage) -> No
             *(client.create(f"w-{n}", SandboxSpec()) for n in range(50)), return_exceptions=True
         )
         assert {type(answer) for answer in answers} == {SandboxBusyError}
-        assert "sandbox.container.max_sandboxes" in str(answers[0])
+        assert "sandbox.sandbox.max_sandboxes" in str(answers[0])
         cancelled = [asyncio.create_task(client.create(f"c-{n}", SandboxSpec())) for n in range(50)]
         await asyncio.sleep(0.05)
         for task in cancelled:
@@ -459,7 +459,7 @@ async def test_the_record_is_there_before_the_sandbox_and_as_long_as_it(tmp_path
     box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
     made = len(groups("watched"))
     assert made > 0
-    assert [record.pid for record in LeaseBook(tmp_path / "leases").read()] == [box.container.pid]
+    assert [record.pid for record in LeaseBook(tmp_path / "leases").read()] == [box.sandbox.pid]
     await pool.shutdown()
     assert seen == [("write", 0, False), ("write", made, True), ("remove", 0, False)]
 
@@ -480,7 +480,7 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     pool = Pool(substrate, book, config(max_sandboxes=1, create_timeout_s=0.5))
     users = list(substrate._users)  # pyright: ignore[reportPrivateUsage]
     box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
-    pid = box.container.pid
+    pid = box.sandbox.pid
     guest = subprocess.Popen(["nsenter", "--target", str(pid), "--pid", "sleep", "1000"])
     wait_for(lambda: bool(descendants(guest.pid)))
     os.kill(guest.pid, signal.SIGSTOP)
@@ -500,7 +500,7 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     finally:
         os.kill(guest.pid, signal.SIGCONT)
         guest.wait()
-    while not box.container.died.done():
+    while not box.sandbox.died.done():
         await asyncio.sleep(0.02)
     pool.sweep(0.0)
     await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
