@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollforward.sandbox import cgroups
-from rollforward.sandbox import container as container_module
+from rollforward.sandbox import instance as instance_module
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.container import ContainerSubstrate
@@ -470,8 +470,8 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
 ) -> None:
     """Without control groups too, which would tell of what is left: the kernel ends no first process of a namespace
     while somebody outside has not seen the end of a child that he has in it."""
-    monkeypatch.setattr(container_module, "_KILL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(container_module, "_REMOVE_TRIES", 5)
+    monkeypatch.setattr(instance_module, "_KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(instance_module, "_REMOVE_TRIES", 5)
     substrate = ContainerSubstrate(
         {}, label="stuck", max_sandboxes=4, hierarchies=cgroups.Hierarchies(None, None, None)
     )
