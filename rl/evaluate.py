@@ -8,6 +8,7 @@ import msgspec
 from rollforward.conf import console
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
+from rollforward.rl.judge.seats import local_judging
 from rollforward.rl.sandboxes import local_environment
 from rollforward.rl.setup import load_parts
 from rollforward.rollout.replica import Replica
@@ -46,7 +47,16 @@ def main(run: EvalRun) -> int:
     )
     try:
         check_acknowledgement(manifest, replica.load_weights(version_directory(root, 0)))
-        results = evaluator.evaluate(replica.generate, step=0, policy_version=0)
+        with local_judging(
+            parts.judges,
+            replica,
+            encoding=parts.encoding,
+            model_config=parts.model_config,
+            run_dir=run_dir,
+            rollout=run.rollout,
+            run_seed=run.seed,
+        ) as judging:
+            results = evaluator.evaluate(replica.generate, step=0, policy_version=0, judging=judging)
     finally:
         replica.close()
         parts.grader.close()

@@ -1,17 +1,15 @@
 """Held-out accuracy: the same questions every time, sampled by an engine, judged by their tasks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from rollforward.conf import console
 from rollforward.rl.errors import EvaluationError
+from rollforward.rl.judge.judging import Generate, Judging
 from rollforward.rl.sampling import PromptEncoder, describe_unscored, group_requests, score_completions
 from rollforward.rl.tasks.types import Task, Unscored
-from rollforward.rollout.types import Completion, Request, SamplingParams
-
-Generate = Callable[[Sequence[Request]], list[Completion]]
-"""Samples requests to their end, in order: an engine, a replica or a pool of them."""
+from rollforward.rollout.types import SamplingParams
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,13 +64,16 @@ class Evaluator:
         self._run_seed = run_seed
         self._examples = tuple(task.example(index, "heldout") for task in tasks for index in range(num_prompts))
 
-    def evaluate(self, generate: Generate, *, step: int, policy_version: int) -> tuple[TaskAccuracy, ...]:
+    def evaluate(
+        self, generate: Generate, *, step: int, policy_version: int, judging: Judging | None = None
+    ) -> tuple[TaskAccuracy, ...]:
         """Answer every question once.
 
         Args:
             generate: samples the requests.
             step: names the requests; an evaluation of the same step is answered from the log.
             policy_version: weights that must sample them.
+            judging: asks models for rewards of type rubric; None where no task has one.
 
         Raises:
             EvaluationError: not one answer of a task could be judged.
@@ -89,7 +90,9 @@ class Evaluator:
             is_eval=True,
         )
         completions = generate(requests)
-        scores = score_completions(self._examples, completions, self._encoder, self._tasks)
+        scores = score_completions(
+            self._examples, completions, self._encoder, self._tasks, judging=judging, policy_version=policy_version
+        )
         if (unscored := describe_unscored(scores)) is not None:
             console.say(f"evaluation after step {step}: {unscored}")
         results: list[TaskAccuracy] = []

@@ -32,8 +32,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from rollforward.rl.tasks.config import UnitTestReward
 from rollforward.rl.tasks.grader import Grader
+from rollforward.rl.tasks.reward_config import UnitTestReward
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
 from rollforward.rollout.workspace import Submission
