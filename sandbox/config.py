@@ -47,6 +47,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     length is told."""
 
 
+class LayersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the layers of images are kept, and what one may have."""
+
+    dir: str = "~/.cache/rollforward/layers"
+    """The store, of each machine: a directory that processes and runs share. `rollforward sandbox layers` lists it and
+    makes room.
+    """
+    max_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 16 << 30
+    """Of one layer, unpacked: what has more is refused, whatever it says of itself."""
+    max_files: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
+    """Directories, files and links of one layer."""
+
+
 class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sandboxes that a completion keeps from its first call to its last: where they are, how many, and what one may use
     up.
@@ -55,9 +68,13 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     limits: Limits = Limits()
     """What one may use up."""
     images: dict[str, tuple[str, ...]] = {}
-    """Images by name, each a list of directories that are stacked read-only, the lowest first. `host` is there without:
-    this machine's /usr and its Python.
+    """Images by name, each a list of layers that are stacked read-only, the lowest first: a directory, a tar archive
+    (plain, gzip or zstd), an OCI layout (`DIR` or `DIR#NAME`, all layers of that image), or `layer:DIGEST` for one that
+    is in the store. Base, workspace and toolkit are layers of their own, so that each changes by itself. `host` is
+    there without: this machine's /usr and its Python.
     """
+    layers: LayersConfig = LayersConfig()
+    """Where layers are kept."""
     actors: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     """Sandbox actors of the run, spread over the nodes; each has a supervisor process that its sandboxes belong to."""
     resources: dict[str, Annotated[float, msgspec.Meta(gt=0.0)]] = {}

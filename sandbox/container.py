@@ -26,7 +26,7 @@ import asyncio
 import functools
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -50,7 +50,7 @@ class ContainerSubstrate:
     """Makes containers. Belongs to one event loop, whose thread must live as long as they shall.
 
     Args:
-        images: directories by image, the lowest first.
+        images: what they can be made of.
         label: part of the names of control groups; letters, digits, '-' and '_'.
         max_sandboxes: at one time.
         hierarchies: control groups to use; None: those that there are.
@@ -58,13 +58,13 @@ class ContainerSubstrate:
 
     def __init__(
         self,
-        images: Mapping[str, tuple[str, ...]],
+        images: Images,
         *,
         label: str,
         max_sandboxes: int,
         hierarchies: cgroups.Hierarchies | None = None,
     ) -> None:
-        self._images = Images(images)
+        self._images = images
         self._label = cgroups.check_label(label)
         if not 0 < max_sandboxes < USERS:
             raise ValueError(f"max_sandboxes is {max_sandboxes}; it must be 1 to {USERS - 1}")
@@ -82,7 +82,7 @@ class ContainerSubstrate:
             SandboxUnavailableError: this machine cannot make containers.
         """
         await self._warm()
-        return host.probe(self._hierarchies)
+        return msgspec.structs.replace(host.probe(self._hierarchies), layers=self._images.report())
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None) -> "Container":
         """Make a container.
@@ -158,7 +158,7 @@ class Container(Instance):
         self._is_memory_limited = hierarchies.memory is not None
 
     async def start(
-        self, template: WarmTemplate, request: Mapping[str, Any], codes: Sequence[bytes], snapshot: bytes
+        self, template: WarmTemplate, request: Mapping[str, Any], codes: list[bytes], snapshot: bytes
     ) -> None:
         """Fork it and wait until it is up. Called once, by the substrate."""
         limits = self.spec.limits
@@ -179,7 +179,7 @@ class Container(Instance):
                 os.close(descriptor)
         told = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited}
         try:
-            await self._greet(ours, {"limits": told, "tools": list(self._tools)}, codes, _SETUP_TIMEOUT_S)
+            await self._greet(ours, [({"limits": told, "tools": list(self._tools)}, codes)], _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError):
             raise SandboxUnavailableError(f"sandbox: a container did not come up: {template.said()}") from None
 

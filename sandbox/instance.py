@@ -12,7 +12,7 @@ import marshal
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, Self
 
@@ -25,7 +25,16 @@ from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.outcomes import Table, call_result, exec_result, gone_call, gone_exec
 from rollforward.sandbox.results import encode_call, failed
 from rollforward.sandbox.toolset import tool_path, tool_source
-from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest, ExecResult, ExecStatus, SandboxSpec
+from rollforward.sandbox.types import (
+    Call,
+    CallResult,
+    CallStatus,
+    ExecRequest,
+    ExecResult,
+    ExecStatus,
+    SandboxSpec,
+    SnapshotKind,
+)
 from rollforward.sandbox.warm_template import host_pid
 
 _KILL_TIMEOUT_S: Final = 10.0
@@ -50,6 +59,8 @@ class Instance:
 
     platform = "container"
     """What isolates it, for people."""
+    snapshot_kind = SnapshotKind.FILES
+    """What `save` holds."""
 
     def __init__(
         self,
@@ -104,15 +115,16 @@ class Instance:
         self.pid = host_pid(pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._on_death)
 
-    async def _greet(self, control: socket.socket, told: frames.Head, codes: Sequence[bytes], within_s: float) -> None:
-        """Tell its agent what it is, and wait until that is up.
+    async def _greet(self, control: socket.socket, told: Iterable[Answer], within_s: float) -> None:
+        """Tell its agent what it is, message by message, and wait until that is up.
 
         Raises:
             SandboxGoneError, TimeoutError: it does not come up.
             SandboxError: it says why not.
         """
         self._link = link = await AgentLink.open(control, self._signal)
-        link.tell(told, *codes)
+        for head, blobs in told:
+            link.tell(head, *blobs)
         head, _ = await asyncio.wait_for(link.hello, within_s)
         _check_hello(head, self._tools)
 
@@ -176,6 +188,34 @@ class Instance:
         """
         parts = await self._files({"op": "snapshot", "max_bytes": max_bytes}, most=max_bytes)
         return b"".join(data for _, data in parts)
+
+    async def save(self, *, max_bytes: int) -> bytes:
+        """The most of its state that this substrate can keep, between commands: bytes of a snapshot of `snapshot_kind`.
+
+        Raises:
+            SandboxFileError: it has more bytes.
+            SandboxGoneError: it is gone.
+        """
+        return await self.snapshot(max_bytes=max_bytes)
+
+    async def pause(self) -> None:
+        """Have nothing of it run until `resume`. Not while a command does: its deadline would go on.
+
+        Raises:
+            SandboxUnavailableError: this machine cannot.
+        """
+        try:
+            await asyncio.to_thread(self._group.freeze, True)
+        except OSError as error:
+            raise SandboxUnavailableError(
+                f"sandbox {self.id} cannot be paused: {error.strerror or error}. Pausing needs control groups of"
+                " version 2 that can be written"
+            ) from None
+
+    async def resume(self) -> None:
+        """Go on after a `pause`."""
+        with contextlib.suppress(OSError):  # it is gone, which the next question finds out
+            await asyncio.to_thread(self._group.freeze, False)
 
     async def is_fresh(self) -> bool:
         """Whether it is as it was when it had just been made: no process, no file, no command that it remembers.

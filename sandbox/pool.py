@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -29,12 +29,13 @@ from rollforward.sandbox.errors import (
     SandboxIdentityError,
     SandboxUnavailableError,
 )
+from rollforward.sandbox.gate import Gate
 from rollforward.sandbox.graves import Graves, was_closed
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
 from rollforward.sandbox.room import Room
 from rollforward.sandbox.substrate import Substrate
-from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec
+from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec, Snapshot, SnapshotKind
 
 _MAKERS: Final = 8
 """Sandboxes that are made at one time."""
@@ -58,6 +59,11 @@ class Box:
     """None while it is warm."""
     has_room: bool = False
     is_ending: bool = False
+    gate: Gate = field(init=False)
+    """What it is asked passes there."""
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.sandbox)
 
 
 @dataclass(eq=False)
@@ -111,7 +117,7 @@ class Pool:
         self._room.resize(config.max_sandboxes)
 
     async def create(
-        self, sandbox_id: str, spec: SandboxSpec, *, owner: str, snapshot: bytes | None, within_s: float
+        self, sandbox_id: str, spec: SandboxSpec, *, owner: str, snapshot: Snapshot | None, within_s: float
     ) -> Box:
         """Return the sandbox of that identity, made if there is none.
 
@@ -257,7 +263,9 @@ class Pool:
             await asyncio.wait(tuple(self._tasks), timeout=end_s - time.monotonic())
         await self._substrate.close()
 
-    async def _make(self, making: _Making, sandbox_id: str, owner: str, snapshot: bytes | None, within_s: float) -> Box:
+    async def _make(
+        self, making: _Making, sandbox_id: str, owner: str, snapshot: Snapshot | None, within_s: float
+    ) -> Box:
         start_s = time.monotonic()
         try:
             await self._room.take(within_s)
@@ -265,7 +273,7 @@ class Pool:
             self._counts["busy"] += 1
             raise SandboxBusyError(
                 f"no room for sandbox {sandbox_id} within {within_s:g} s: {self._room.taken} are there, as"
-                " sandbox.sandbox.max_sandboxes allows, and none ended. Raise it or sandbox.sandbox.actors, or wait"
+                " sandbox.container.max_sandboxes allows, and none ended. Raise it or sandbox.container.actors, or wait"
                 " longer (create_timeout_s)"
             ) from None
         making.has_room = True
@@ -300,12 +308,12 @@ class Pool:
             raise was_closed(sandbox_id)
         return box
 
-    async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: bytes | None) -> Box:
+    async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: Snapshot | None) -> Box:
         """Make one, with a record before it is there and a better one after."""
         async with self._makers:
             self._book.write(record)
             try:
-                sandbox = await self._substrate.create(record.instance, spec, snapshot=snapshot)
+                sandbox = await self._substrate.create(record.instance, spec, **_beginning(snapshot))
             except BaseException:
                 self._book.remove(record.instance)
                 raise
@@ -453,6 +461,13 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _beginning(snapshot: Snapshot | None) -> dict[str, Any]:
+    """What a substrate is told of the snapshot that a sandbox begins with."""
+    if snapshot is None:
+        return {"snapshot": None}
+    return {"saved" if snapshot.kind is SnapshotKind.MACHINE else "snapshot": snapshot.data}
 
 
 def _is_same(one: SandboxSpec, other: SandboxSpec) -> bool:

@@ -35,11 +35,12 @@ from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.container import ContainerSubstrate
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, SandboxGoneError
 from rollforward.sandbox.homes import Claim, Home, sweep_home, sweep_homes
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.pool import Box, Pool
 from rollforward.sandbox.results import failed
 from rollforward.sandbox.substrate import Substrates
 from rollforward.sandbox.tool_files import ToolFiles
-from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus
+from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus, Snapshot
 from rollforward.sandbox.wire import Operation
 
 _SWEEP_S: Final = 1.0
@@ -65,7 +66,8 @@ class Service:
         self._claim, self._config = claim, config
         self._home = claim.home
         self._tools = ToolFiles(self._home.tools)
-        containers = partial(ContainerSubstrate, config.images, label=self._home.name, max_sandboxes=_MOST)
+        self._images = Images(config.images, config.layers)
+        containers = partial(ContainerSubstrate, self._images, label=self._home.name, max_sandboxes=_MOST)
         self._substrate = Substrates({"container": containers})
         self._pool = Pool(self._substrate, self._home.book, config)
         self._is_ending = asyncio.Event()
@@ -84,6 +86,9 @@ class Service:
             Operation.UPLOAD: (wire.Upload, self._upload),
             Operation.DOWNLOAD: (wire.Download, self._download),
             Operation.SNAPSHOT: (wire.Snapshot, self._snapshot),
+            Operation.PAUSE: (wire.Which, self._pause),
+            Operation.RESUME: (wire.Which, self._resume),
+            Operation.FORK: (wire.Fork, self._fork),
             Operation.CLOSE: (wire.Which, self._close),
         }
 
@@ -174,6 +179,8 @@ class Service:
 
     async def _create(self, question: wire.Create) -> wire.Placed:
         spec = self._tools.local(question.spec, question.sources)
+        if question.snapshot is not None:
+            self._images.check_snapshot(question.snapshot, spec)
         box = await self._pool.create(
             question.sandbox_id,
             spec,
@@ -201,7 +208,7 @@ class Service:
 
     async def _exec(self, question: wire.Exec) -> ExecResult:
         box = self._find(question.which)
-        result = await self._finish(box.sandbox.exec(question.request(), key=question.key))
+        result = await self._finish(box, lambda: box.sandbox.exec(question.request(), key=question.key))
         if result.status == ExecStatus.SANDBOX_DEAD:
             raise await self._death(question.which, box)
         return result
@@ -209,19 +216,41 @@ class Service:
     async def _call(self, question: wire.Invoke) -> CallResult:
         box = self._find(question.which)
         try:
-            return await self._finish(box.sandbox.call(question.call(), key=question.key))
+            return await self._finish(box, lambda: box.sandbox.call(question.call(), key=question.key))
         except RecursionError:  # nested as deep as the client can just write; nothing has run
             return failed(CallStatus.ERROR, "the arguments are no JSON")
 
     async def _upload(self, question: wire.Upload) -> None:
-        await self._finish(self._find(question.which).sandbox.upload(wire.decode_files(question.files)))
+        box = self._find(question.which)
+        await self._finish(box, lambda: box.sandbox.upload(wire.decode_files(question.files)))
 
     async def _download(self, question: wire.Download) -> dict[bytes, bytes]:
-        sandbox, paths = self._find(question.which).sandbox, wire.decode_paths(question.paths)
-        return wire.encode_files(await self._finish(sandbox.download(paths, max_bytes=question.max_bytes)))
+        box, paths = self._find(question.which), wire.decode_paths(question.paths)
+        found = await self._finish(box, lambda: box.sandbox.download(paths, max_bytes=question.max_bytes))
+        return wire.encode_files(found)
 
-    async def _snapshot(self, question: wire.Snapshot) -> bytes:
-        return await self._finish(self._find(question.which).sandbox.snapshot(max_bytes=question.max_bytes))
+    async def _snapshot(self, question: wire.Snapshot) -> Snapshot:
+        return await self._taken(self._find(question.which), question.max_bytes)
+
+    async def _taken(self, box: Box, max_bytes: int) -> Snapshot:
+        box.gate.check_quiet()
+        data = await self._finish(box, lambda: box.sandbox.save(max_bytes=max_bytes))
+        kind = box.sandbox.snapshot_kind
+        return Snapshot(kind=kind, image=self._images.digest(box.spec.image), data=data)
+
+    async def _pause(self, question: wire.Which) -> None:
+        await self._find(question).gate.pause()
+
+    async def _resume(self, question: wire.Which) -> None:
+        await self._find(question).gate.resume()
+
+    async def _fork(self, question: wire.Fork) -> wire.Placed:
+        box = self._find(question.which)
+        snapshot = await self._taken(box, question.max_bytes)
+        forked = await self._pool.create(
+            question.sandbox_id, box.spec, owner=question.owner, snapshot=snapshot, within_s=question.timeout_s
+        )
+        return self._placed(forked)
 
     async def _close(self, question: wire.Which) -> None:
         self._pool.close(question.sandbox_id, question.instance)
@@ -229,9 +258,9 @@ class Service:
     def _find(self, which: wire.Which) -> Box:
         return self._pool.find(which.sandbox_id, which.instance)
 
-    async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def _finish(self, box: Box, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Let it come to its end, whoever goes away meanwhile: a command keeps its result for who asks again."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(box.gate.ask(work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)

@@ -183,6 +183,11 @@ def open_inside(directory: int, path: str, flags: int, mode: int = 0) -> int:
             raise OSError(error, os.strerror(error))
 
 
+def sync_file_system(descriptor: int) -> None:
+    """Have all that was written to the file system of an open file on its device."""
+    check(_LIBC.syncfs(descriptor), "writing to the device")
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write to the end."""
     view = memoryview(data)

@@ -27,6 +27,7 @@ from rollforward.sandbox.errors import (
     SandboxUnavailableError,
 )
 from rollforward.sandbox.homes import homes_root
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.leases import LeaseBook, LeaseRecord
 from rollforward.sandbox.pool import Pool
 from rollforward.sandbox.room import Room
@@ -179,7 +180,7 @@ async def test_who_finds_no_room_in_time_is_told_what_to_do(shared: Stage) -> No
             *(client.create(f"w-{n}", SandboxSpec()) for n in range(50)), return_exceptions=True
         )
         assert {type(answer) for answer in answers} == {SandboxBusyError}
-        assert "sandbox.sandbox.max_sandboxes" in str(answers[0])
+        assert "sandbox.container.max_sandboxes" in str(answers[0])
         cancelled = [asyncio.create_task(client.create(f"c-{n}", SandboxSpec())) for n in range(50)]
         await asyncio.sleep(0.05)
         for task in cancelled:
@@ -453,7 +454,7 @@ async def test_the_record_is_there_before_the_sandbox_and_as_long_as_it(tmp_path
             super().remove(instance)
 
     seen: list[tuple[str, int, bool]] = []
-    substrate = ContainerSubstrate({}, label="watched", max_sandboxes=4)
+    substrate = ContainerSubstrate(Images({}), label="watched", max_sandboxes=4)
     await substrate.start()
     pool = Pool(substrate, Watched(tmp_path / "leases"), config())
     box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
@@ -473,7 +474,7 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     monkeypatch.setattr(instance_module, "_KILL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(instance_module, "_REMOVE_TRIES", 5)
     substrate = ContainerSubstrate(
-        {}, label="stuck", max_sandboxes=4, hierarchies=cgroups.Hierarchies(None, None, None)
+        Images({}), label="stuck", max_sandboxes=4, hierarchies=cgroups.Hierarchies(None, None, None)
     )
     await substrate.start()
     book = LeaseBook(tmp_path / "leases")
