@@ -2,7 +2,7 @@
 
 A verb is one line in VERBS (conf/jobs.py). Its schema is imported to validate, its module only to run, so that help and
 a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere. Nor
-are `wal` and `sandbox`, which only look at what a run wrote, and `kernels`, which compiles.
+are `wal`, `sandbox` and `judge`, which only look at what a run wrote, and `kernels`, which compiles.
 """
 
 import contextlib
@@ -118,6 +118,7 @@ _APART = {
     "wal": "rollforward.rollout.wal_verb",
     "sandbox": "rollforward.rollout.sandbox_verb",
     "kernels": "rollforward.model.kernels_verb",
+    "judge": "rollforward.rl.judge.report_verb",
 }
 """Commands that read their words themselves -> their module."""
 
@@ -171,6 +172,13 @@ $ROLLFORWARD_KERNEL_CACHE, or rollforward/kernels of the user's cache, which pro
 compiles nothing.
   teacher=NAME            whose teacher's width differs: the model that is distilled from
   jobs=N                  programs compiled at the same time; null: as many as there are processors""",
+    "judge": """rollforward judge report DIR [json=true]: how good the judges of a run are
+
+DIR is a run's directory or a recipe's; the newest evaluation of each run is read. For every task of type judge, and
+every reward of type rubric: verdicts and why others gave none, agreement with the truth and Cohen's kappa, good and bad
+answers by what was said of them, Brier score, expected calibration error and the bins behind it, how far verdicts of
+one answer agree, and whether length or the place of a criterion moves a verdict. The truth of a rubric's answers is
+its audit's word. The last line is the same as JSON; json=true prints that line alone. It only reads.""",
 }
 """Commands that run verbs -> their help, of which the first line is the summary."""
 

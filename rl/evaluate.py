@@ -8,6 +8,7 @@ import msgspec
 from rollforward.conf import console
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
+from rollforward.rl.judge.report_verb import calibration_rows
 from rollforward.rl.judge.seats import local_judging
 from rollforward.rl.sandboxes import local_environment
 from rollforward.rl.setup import load_parts
@@ -64,6 +65,9 @@ def main(run: EvalRun) -> int:
     rows: dict[str, object] = {
         f"{one.task} accuracy": f"{one.accuracy:.3f} ({one.correct}/{one.judged})" for one in results
     }
+    for one in results:
+        for judged in one.calibrations:
+            rows |= {f"{judged.part} {name}": value for name, value in calibration_rows(judged).items()}
     console.summary(f"evaluated {model_dir}", rows | {"answers": run_dir / "eval.json"})
     console.result(json.dumps({"tasks": {one.task: one.accuracy for one in results}, "run_dir": str(run_dir)}))
     return 0

@@ -6,9 +6,13 @@ import msgspec
 
 from rollforward.conf import console
 from rollforward.rl.errors import EvaluationError
+from rollforward.rl.judge.calibration import Calibration, calibrate
+from rollforward.rl.judge.config import Rubric
 from rollforward.rl.judge.judging import Generate, Judging
 from rollforward.rl.sampling import PromptEncoder, describe_unscored, group_requests, score_completions
-from rollforward.rl.tasks.types import Task, Unscored
+from rollforward.rl.tasks.config import JudgeConfig
+from rollforward.rl.tasks.reward_config import RubricReward
+from rollforward.rl.tasks.types import Score, Task, Unscored
 from rollforward.rollout.types import SamplingParams
 
 
@@ -38,6 +42,9 @@ class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that were judged; infra and data failures are not among them."""
     samples: tuple[Sample, ...]
     """The first few answers."""
+    calibrations: tuple[Calibration, ...] = ()
+    """How good the judges were, by part of the reward; of a task that trains judging, how good the policy judged. Empty
+    where nobody did."""
 
     @property
     def accuracy(self) -> float:
@@ -118,8 +125,27 @@ class Evaluator:
                     f" ({describe_unscored(scores)}). Mend what failed and repeat the command: it goes on from its log"
                 )
             correct = sum(score.is_correct for _, _, score in rows)
-            results.append(TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples))
+            calibrations = self._calibrations(
+                name, [score for example, score in zip(self._examples, scores, strict=True) if example.task == name]
+            )
+            results.append(
+                TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples, calibrations=calibrations)
+            )
         return tuple(results)
+
+    def _calibrations(self, name: str, scores: Sequence[Score | Unscored]) -> tuple[Calibration, ...]:
+        """What a task's scores tell of its judges; answers without a score count too."""
+        options = self._tasks[name].options
+        rubrics: dict[str, Rubric] = {
+            part.name: part.reward for part in options.reward_parts if isinstance(part.reward, RubricReward)
+        }
+        if isinstance(options, JudgeConfig):
+            rubrics[name] = options.rubric
+        opinions = [opinion for score in scores for opinion in score.opinions]
+        return tuple(
+            calibrate(part, [opinion for opinion in opinions if opinion.part == part], rubric)
+            for part, rubric in rubrics.items()
+        )
 
 
 def accuracy_values(results: Sequence[TaskAccuracy]) -> dict[str, float]:
