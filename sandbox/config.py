@@ -1,6 +1,6 @@
 """Schema of the sandbox: which functions a model may call, and what one call may use up. Read by `sandbox/`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -91,8 +91,20 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds that a new sandbox is waited for, room for it included."""
     attempts: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
     """How often something that is safe to repeat is tried before it is an infra failure: making a sandbox, asking one
-    again. A command whose outcome is unknown is never repeated.
+    again. A command whose outcome is unknown is never repeated but in a sandbox that was restored (`on_lost`), where
+    nothing of it is left.
     """
+    snapshots: Literal["never", "drain", "turn"] = "never"
+    """When the state of a completion's sandbox is kept beside its command log. `drain`: when the replica that uses it
+    is told to leave. `turn`: after every turn too, while the policy thinks.
+    """
+    on_lost: Literal["fail", "restore"] = "fail"
+    """What becomes of a completion whose sandbox is lost. `fail`: it is an infra failure, but where the last snapshot
+    has all that was done. `restore`: the last snapshot, or the beginning, is restored in another sandbox, and the
+    commands after it are done again; if one ends otherwise than the first time, it is an infra failure after all.
+    """
+    max_snapshot_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, lt=1 << 30)] = 256 * _MIB
+    """Of one snapshot; a sandbox that has more is not kept."""
     break_after: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """So many infra failures in a row and a supervisor gets no new sandboxes for `break_s` seconds."""
     break_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 30.0

@@ -21,8 +21,9 @@ import msgspec
 
 from rollforward.sandbox.blobs import BlobStore
 from rollforward.sandbox.client import SandboxClient
+from rollforward.sandbox.command_history import LoggedCommand
 from rollforward.sandbox.command_log import LogView, log_name
-from rollforward.sandbox.command_records import LoggedCommand, decode_call, path_text, spec_digest
+from rollforward.sandbox.command_records import decode_call, path_text, spec_digest
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import CommandLogDamagedError
 from rollforward.sandbox.session import Session

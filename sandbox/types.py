@@ -170,6 +170,32 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The substrate's own; of a container an uncompressed tar (`inside/snapshots.py`)."""
 
 
+class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a call."""
+
+    result: CallResult
+    """What it said; the same in every life of the trajectory. Status INFRA: it says nothing about the policy."""
+    position: int
+    """Sequence number of the record that it rests on."""
+    is_replayed: bool
+    """Whether the log answered, and not the sandbox."""
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """Files that were taken out of a sandbox."""
+
+    files: dict[str, bytes]
+    """Path, as it was asked for, -> content; paths at which there is nothing are left out."""
+    problem: str
+    """Why there are none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
+    failure: str
+    """Why there are none, by the platform's: an infra failure. Empty where nothing was wrong."""
+    position: int
+    """Sequence number of the record that it rests on."""
+    is_replayed: bool
+    """Whether the log answered, and not the sandbox."""
+
+
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox as its supervisor sees it."""
 
