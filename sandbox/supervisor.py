@@ -36,6 +36,7 @@ from rollforward.sandbox.container import ContainerSubstrate
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, SandboxGoneError
 from rollforward.sandbox.homes import Claim, Home, sweep_home, sweep_homes
 from rollforward.sandbox.images import Images
+from rollforward.sandbox.microvm import MicroVmSubstrate
 from rollforward.sandbox.pool import Box, Pool
 from rollforward.sandbox.results import failed
 from rollforward.sandbox.substrate import Substrates
@@ -67,8 +68,9 @@ class Service:
         self._home = claim.home
         self._tools = ToolFiles(self._home.tools)
         self._images = Images(config.images, config.layers)
-        containers = partial(ContainerSubstrate, self._images, label=self._home.name, max_sandboxes=_MOST)
-        self._substrate = Substrates({"container": containers})
+        named = {"label": self._home.name, "max_sandboxes": _MOST}
+        makers = {"container": ContainerSubstrate, "microvm": MicroVmSubstrate}
+        self._substrate = Substrates({name: partial(make, self._images, **named) for name, make in makers.items()})
         self._pool = Pool(self._substrate, self._home.book, config)
         self._is_ending = asyncio.Event()
         self._connections: set[asyncio.Task[Any]] = set()

@@ -43,7 +43,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _OPENAT2 = 437
 _MAX_BUSY = 100
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAP_AMBIENT = 1, 4, 8, 47
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 4, 8, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL, _CAPABILITY_VERSION_3 = 4, 0x2008_0522
 _MNT_DETACH = 2
 
@@ -149,6 +149,11 @@ def become(uid: int, capabilities: int) -> None:
 def die_with_parent() -> None:
     """Be killed when the thread ends that made this process. A change of users undoes it."""
     check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "dying with the parent")
+
+
+def no_new_privileges() -> None:
+    """No program that this process or what it starts executes has more rights than it, for good."""
+    check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
 
 
 def set_dumpable(is_dumpable: bool) -> None:

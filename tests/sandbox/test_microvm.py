@@ -1,0 +1,181 @@
+"""Proves: a microVM is a sandbox like any other, on the command's side (exits, output, input, deadlines, memory, files,
+tools, snapshots) and on the host's (what its emulator is and sees, an end that leaves nothing); and machines of one
+state differ in all that must differ.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollforward.sandbox.config import Limits
+from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError
+from rollforward.sandbox.instance import Instance
+from rollforward.sandbox.types import CallStatus, ExecRequest, ExecStatus, SandboxSpec
+from rollforward.sandbox.vm import guest_bytes
+from tests.helpers.machines import MachineWorld
+from tests.helpers.sandboxes import is_gone, tools_in
+
+pytestmark = pytest.mark.timeout(300)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MachineWorld]:
+    with MachineWorld("microvm", tools_in(tmp_path_factory.mktemp("tools"))) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def machine(world: MachineWorld) -> Instance:
+    return world.create()
+
+
+def test_a_command_runs_with_its_output_its_input_and_its_status(world: MachineWorld, machine: Instance) -> None:
+    result = world.do(machine.exec(ExecRequest(argv=("sh", "-c", "cat; echo oops >&2; exit 3"), stdin=b"\0\xffin")))
+    assert (result.status, result.exit_code) == (ExecStatus.EXIT, 3)
+    assert (result.stdout, result.stderr) == (b"\0\xffin", b"oops\n")
+    assert world.sh(machine, "id -u; pwd; echo $HOME; uname -n").stdout == b"1000\n/workspace\n/home\nsandbox\n"
+
+
+def test_a_deadline_kills_and_the_machine_goes_on(world: MachineWorld, machine: Instance) -> None:
+    result = world.sh(machine, "sleep 100 & while :; do :; done", wall_s=1.0)
+    assert result.status == ExecStatus.TIMEOUT
+    assert world.sh(machine, "echo well").stdout == b"well\n"
+
+
+def test_long_output_loses_its_middle(world: MachineWorld, machine: Instance) -> None:
+    result = world.sh(machine, "echo first; head -c 3000000 /dev/zero; echo last")
+    assert result.status == ExecStatus.OK
+    assert result.stdout_bytes == 3_000_011
+    assert len(result.stdout) == machine.spec.limits.output_bytes
+    assert result.stdout.startswith(b"first\n")
+    assert result.stdout.endswith(b"last\n")
+
+
+def test_out_of_memory_is_the_commands_own(world: MachineWorld, machine: Instance) -> None:
+    result = world.python(machine, "x = []\nwhile True: x.append(bytearray(8 << 20))")
+    assert result.status == ExecStatus.OOM
+    assert world.sh(machine, "echo well").stdout == b"well\n"
+    assert not machine.died.done()
+
+
+def test_files_go_in_and_out_and_have_one_size(world: MachineWorld, machine: Instance) -> None:
+    data = os.urandom(3 * MIB // 2)
+    world.do(machine.upload({"d/x": data, "/tmp/y": b""}))
+    assert world.do(machine.download(["d/x", "/tmp/y", "absent"], max_bytes=4 * MIB)) == {"d/x": data, "/tmp/y": b""}
+    with pytest.raises(SandboxFileError):
+        world.do(machine.upload({"/etc/passwd": b"x"}))
+    full = world.sh(machine, "head -c 9000000 /dev/zero > big")
+    assert full.status == ExecStatus.DISK_FULL
+    world.sh(machine, "rm -r big d /tmp/y")
+
+
+def test_a_tool_is_called_and_a_key_runs_once(world: MachineWorld, machine: Instance) -> None:
+    called = world.call(machine, "run", code="answer = str(6 * 7)")
+    assert (called.status, called.text) == (CallStatus.OK, "42")
+    request = ExecRequest(argv=("sh", "-c", "echo x >> count; wc -l < count"))
+    assert [world.do(machine.exec(request, key="k")).stdout for _ in range(2)] == [b"1\n"] * 2
+    world.sh(machine, "rm count")
+
+
+def test_files_of_one_are_anothers_beginning(world: MachineWorld) -> None:
+    first = world.create()
+    world.sh(first, "mkdir d; echo kept > d/f; ln -s f d/l; head -c 2000000 /dev/urandom > big; md5sum big > sum")
+    snapshot = world.do(first.snapshot(max_bytes=8 * MIB))
+    world.do(first.kill())
+    second = world.create(snapshot=snapshot)
+    assert world.sh(second, "cat d/l && md5sum -c sum").stdout == b"kept\nbig: OK\n"
+    world.do(second.kill())
+
+
+def test_a_fresh_one_is_as_new_and_a_used_one_is_not(world: MachineWorld) -> None:
+    machine = world.create()
+    assert world.do(machine.is_fresh())
+    world.sh(machine, "touch x")
+    assert not world.do(machine.is_fresh())
+    world.do(machine.kill())
+
+
+def test_machines_of_one_state_differ_in_what_must_differ(world: MachineWorld) -> None:
+    script = "head -c 16 /dev/urandom | md5sum; cat /proc/sys/kernel/random/uuid; date +%s"
+    machines = [world.create() for _ in range(2)]
+    said = [world.sh(machine, script).stdout.split() for machine in machines]
+    assert said[0][0] != said[1][0]
+    assert said[0][2] != said[1][2]
+    assert abs(int(said[0][3]) - time.time()) < 30
+    world.sh(machines[0], "echo mine > x")
+    assert world.sh(machines[1], "cat x").status == ExecStatus.EXIT
+    for machine in machines:
+        world.do(machine.kill())
+
+
+def test_the_emulator_is_nobody_alone_and_without_rights(world: MachineWorld, machine: Instance) -> None:
+    proc = Path(f"/proc/{machine.pid}")
+    status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line)
+    assert "qemu" in (proc / "cmdline").read_text()
+    if os.geteuid() == 0:
+        assert int(status["Uid"].split()[0]) > 1_900_000_000
+    assert (int(status["CapEff"], 16), int(status["CapPrm"], 16)) == (0, 0)
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    for space in ("pid", "net", "mnt", "ipc", "uts", "user"):
+        assert os.readlink(proc / "ns" / space) != os.readlink(f"/proc/self/ns/{space}")
+    assert (proc / "environ").read_bytes() == b""
+    assert sorted(set(os.listdir(proc / "root")) - {"usr", "bin", "lib", "lib64", "lib32", "libx32", "sbin"}) == [
+        *("dev", "etc", "home", "proc", "root", "run", "tmp", "var", "workspace")
+    ]
+    devices = {line.split(":")[0].strip() for line in (proc / "net/dev").read_text().splitlines()[2:]}
+    assert devices == {"lo"}
+
+
+def test_the_state_that_all_share_cannot_be_written_by_one(world: MachineWorld, machine: Instance) -> None:
+    shared = [path for path in Path(f"/proc/{machine.pid}/fd").iterdir() if "memfd:machine" in os.readlink(path)]
+    assert shared
+    for path in shared:
+        with path.open("r+b", buffering=0) as file, pytest.raises(PermissionError):
+            file.write(b"x")
+
+
+def test_a_killed_machine_leaves_nothing(world: MachineWorld) -> None:
+    machine = world.create()
+    groups, pid = machine.cgroup, machine.pid
+    world.do(machine.kill())
+    assert world.do(machine.exec(ExecRequest(argv=("true",)))).status == ExecStatus.SANDBOX_DEAD
+    assert is_gone(pid)
+    assert [path for path in groups if path.exists()] == []
+    assert world.do_died(machine) == GoneCause.CLOSED
+
+
+def test_an_emulator_that_dies_is_a_lost_sandbox(world: MachineWorld) -> None:
+    machine = world.create()
+    running = world.loop.create_task(machine.exec(ExecRequest(argv=("sleep", "30"))))
+    world.sh(machine, "true")
+    os.kill(machine.pid, signal.SIGKILL)
+    assert world.do_died(machine) == GoneCause.LOST
+    assert world.do(_wait(running)).status == ExecStatus.INFRA
+    with pytest.raises(SandboxGoneError):
+        world.do(machine.upload({"x": b""}))
+    world.do(machine.kill())
+
+
+async def _wait(running: object) -> object:
+    return await running  # type: ignore[misc]
+
+
+def test_an_image_that_is_not_there_is_said(world: MachineWorld) -> None:
+    with pytest.raises(SandboxUnavailableError, match="nowhere"):
+        world.create(image="nowhere")
+
+
+def test_few_sizes_of_machines_hold_all_limits() -> None:
+    sizes = {
+        guest_bytes(SandboxSpec(limits=Limits(memory_bytes=memory * MIB, disk_bytes=disk * MIB)))
+        for memory in range(16, 600, 8)
+        for disk in (1, 4, 64)
+    }
+    assert len(sizes) < 14
+    assert all(size % (64 * MIB) == 0 for size in sizes)
+    assert guest_bytes(SandboxSpec(limits=Limits(memory_bytes=512 * MIB, disk_bytes=64 * MIB))) >= (512 + 128) * MIB
