@@ -24,6 +24,7 @@ from rollforward.sandbox.inside.files import PART_BYTES, open_directory
 
 MAX_PATH_BYTES: Final = 4000
 """A path is shorter than the kernel takes in one call."""
+_MAX_NAME_BYTES: Final = 255
 OPAQUE: Final = "user.overlay.opaque"
 """Attribute of a directory that hides all below it."""
 
@@ -238,8 +239,11 @@ def parts_of(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise LayerError(f"{path[:200]!r} leaves the layer: a path in it is relative and has no `..`")
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise LayerError(f"{path[:80]!r}... is longer than the {MAX_PATH_BYTES} bytes that a path may have")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES or any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in parts):
+        raise LayerError(
+            f"{path[:80]!r}... is longer than the {MAX_PATH_BYTES} bytes that a path, or the {_MAX_NAME_BYTES} that a"
+            " name may have"
+        )
     return parts
 
 
