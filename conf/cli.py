@@ -151,7 +151,7 @@ last line JSON: records, requests, tokens, torn_bytes (a write that was cut shor
 (findings that are damage) and the same by stream. json=true prints that line alone. verify exits with 1 where something
 is damaged. Both only read, and may look at a run that is working.
   mirror_dir=null         where second copies lie; null: what the run's settings say""",
-    "sandbox": """rollforward sandbox list DIR | replay TRAJECTORY run_dir=DIR [settings]: what was done in sandboxes
+    "sandbox": """rollforward sandbox list DIR | replay TRAJECTORY run_dir=DIR | layers ...: what was done in sandboxes
 
 list: the command logs of a run's directory, a recipe's, or of one step (run_dir/commands/step_000012). A table of
 trajectories: commands that were sent, answered (they have a result), epochs (how often a process got hold of the
@@ -164,6 +164,14 @@ of temporary files and what mask= names; differs; unknown: the log has no result
 with 1 where something differs. The run is left as it is.
   mask=REGEX              also masked before texts are compared; may be given several times
   trusted_code=null       true: go on where this machine cannot enforce every limit; null: what the run's settings say
+  json=false              true prints the last line alone
+
+layers list | make SOURCE ... | gc: the layers that images of sandboxes are stacked of, in this machine's store
+(sandbox.container.layers.dir). make adds what a directory, a tar archive or an OCI layout (DIR, DIR#NAME) holds and
+prints layer:DIGEST for each, a name for it that never means anything else. gc removes what no process uses and nobody
+has used for unused_days, and what killed processes left.
+  dir=DIR                 another store
+  unused_days=30          0: everything that is not in use
   json=false              true prints the last line alone""",
     "kernels": """rollforward kernels warm model=NAME [teacher=NAME] [jobs=N]: compile a model's GPU programs once
 
