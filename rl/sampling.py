@@ -145,7 +145,8 @@ def tool_use(options: TaskOptions, workspace: Workspace | None = None) -> ToolUs
 def _workspace(example: Example, options: TaskOptions) -> Workspace | None:
     if not options.keeps_sandbox:
         return None
-    return Workspace(image=options.image) if example.workspace is None else example.workspace
+    workspace = Workspace(image=options.image) if example.workspace is None else example.workspace
+    return msgspec.structs.replace(workspace, prepare=options.prepare) if options.prepare else workspace
 
 
 def score_completions(

@@ -67,6 +67,11 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """(`container`) What the sandbox is made of, where a question does not say so itself: `host` or a name of
     `sandbox.container.images`.
     """
+    prepare: tuple[tuple[str, ...], ...] = ()
+    """(`container`) Commands, each a program and its arguments, that run in /workspace before the first call: once for
+    all completions of a step whose sandboxes begin alike, each of which then goes on from the state that they left. One
+    that does not end with status 0 is a failure of the data.
+    """
     submission: tuple[str, ...] = ()
     """(`container`) Files that are taken out of the sandbox at the end for the reward: paths relative to /workspace, or
     absolute. Those that are not there are left out.
@@ -107,6 +112,13 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"task {self.name}: submission is {', '.join(self.submission)}, but nothing is kept between calls where"
                 " substrate is function. Set substrate=container"
             )
+        if self.prepare and not self.keeps_sandbox:
+            raise ValueError(
+                f"task {self.name}: prepare has commands, but nothing is kept that they could change where substrate is"
+                " function. Set substrate=container"
+            )
+        if not all(words and words[0] for words in self.prepare):
+            raise ValueError(f"task {self.name}: prepare has a command without a program. Name it, or leave it out")
         for path in self.submission:
             inside = posixpath.normpath(posixpath.join("/workspace", path))
             if not path or "\0" in path or ".." in path.split("/") or inside in ("/", "/workspace"):
@@ -399,6 +411,9 @@ class JudgeConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag=
     """Column with the truth: a value of the criterion's scale, or, where there are several criteria, an object with one
     for each. `pass`, true and 1 are the same, and so are `fail`, false and 0; a probability's truth is one of these, or
     a number between 0 and 1."""
+    rationale_column: str | None = None
+    """Column with what SFT shows before the verdict: why it is so. It is the reasoning of the turn in a thinking mode,
+    else text in front. null: SFT shows the bare verdict."""
     heldout_size: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
     """Rows that are kept for evaluation. No question is among them and among those to learn from."""
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
@@ -407,17 +422,26 @@ class JudgeConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag=
     def __post_init__(self) -> None:
         """Refuse one column with two meanings, and tools."""
         super().__post_init__()
-        columns = (self.question_column, self.answer_column, self.label_column)
+        named = (self.question_column, self.answer_column, self.label_column, self.rationale_column)
+        columns = [column for column in named if column is not None]
         if len({*columns}) < len(columns):
             raise ValueError(
-                f"task {self.name}: question, answer and label stand in the columns {', '.join(columns)}; each needs"
-                " one of its own. Name three"
+                f"task {self.name}: question, answer, label and rationale stand in the columns {', '.join(columns)};"
+                " each needs one of its own. Name others"
             )
         if self.tools:
             raise ValueError(f"task {self.name} judges and has tools; a verdict is one turn without calls. Drop tools")
 
 
-_LATER_OPTIONS = ("max_calls_per_turn", "substrate", "image", "submission", "max_submission_bytes", "max_tool_s")
+_LATER_OPTIONS = (
+    "max_calls_per_turn",
+    "substrate",
+    "image",
+    "submission",
+    "max_submission_bytes",
+    "max_tool_s",
+    "prepare",
+)
 
 
 def identity_bytes(config: TaskOptions) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from rollforward.model.messages import Message
 from rollforward.rl.errors import TaskError
 from rollforward.rl.judge.config import Criterion, PassFail, Points, Probability, Rubric
 from rollforward.rl.judge.prompt import (
@@ -44,6 +45,7 @@ class _Case(msgspec.Struct, frozen=True, kw_only=True):
     label: tuple[float, ...]
     key: str
     order: tuple[int, ...]
+    rationale: str | None
 
 
 class JudgeTask:
@@ -65,6 +67,7 @@ class JudgeTask:
             question_column=config.question_column,
             answer_column=config.answer_column,
             label_column=config.label_column,
+            rationale_column=config.rationale_column,
             owner=self._owner,
         )
         digest = hashlib.blake2b(f"{config.name}/{msgspec.json.encode(config.rubric)!r}/".encode(), digest_size=16)
@@ -72,7 +75,7 @@ class JudgeTask:
         for index, row in enumerate(self._rows.scan()):
             label = self._label(row, index)
             hashes.append(self._question_hash(row))
-            digest.update(msgspec.json.encode((row.messages, row.answer, label)) + b"\n")
+            digest.update(msgspec.json.encode((row.messages, row.answer, label, row.rationale)) + b"\n")
         self._hashes = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
         by_question = np.argsort(self._hashes, kind="stable")
         self._heldout_rows = by_question[: config.heldout_size]
@@ -119,13 +122,15 @@ class JudgeTask:
             TaskError: the file is no longer the one that was checked.
         """
         case, rubric = self._case(index, split), self._config.rubric
+        verdict = verdict_text(rubric, case.label, key=case.key, order=case.order)
         return Example(
             task=self.name,
             split=split,
             index=index,
             messages=judge_messages(rubric, case.question, case.answer, key=case.key, order=case.order),
-            answer=verdict_text(rubric, case.label, key=case.key, order=case.order),
+            answer=verdict,
             effort=self._config.effort,
+            demonstration=None if case.rationale is None else (self._demonstration(case.rationale, verdict),),
         )
 
     def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
@@ -154,6 +159,11 @@ class JudgeTask:
             opinions=(opinion,),
         )
 
+    def _demonstration(self, rationale: str, verdict: str) -> Message:
+        if self._config.effort == "non-think":
+            return Message(role="assistant", content=f"{rationale} {verdict}")
+        return Message(role="assistant", content=verdict, reasoning=rationale)
+
     def _case(self, index: int, split: Split) -> _Case:
         check_index(self, index, split)
         number = int((self._train_rows if split == "train" else self._heldout_rows)[index])
@@ -171,6 +181,7 @@ class JudgeTask:
             label=self._label(row, number),
             key=quoting_key(seed, question, answer),
             order=criteria_order(self._config.rubric, seed),
+            rationale=row.rationale,
         )
 
     def _label(self, row: Row, index: int) -> tuple[float, ...]:

@@ -121,8 +121,8 @@ def test_random_bytes_never_raise_and_never_give_a_verdict(data: bytes) -> None:
 
 
 _FRAGMENTS = st.sampled_from(
-    ["{", "}", '"', "\\", ":", ",", " ", "\n", "right", "key", "5081", '"5081"', '"key"', '"right"', '"pass"', "fail", "1",
-     "NaN", "null", "[", "]", "```", "{}", "'", "\ud7ff", "e", "-"]
+    ["{", "}", '"', "\\", ":", ",", " ", "\n", "right", "key", "5081", '"5081"', '"key"', '"right"', '"pass"', "fail",
+     "1", "NaN", "null", "[", "]", "```", "{}", "'", "\ud7ff", "e", "-"]
 )  # fmt: skip
 
 
@@ -135,10 +135,9 @@ def test_a_verdict_is_stated_in_one_object_that_holds_the_key(fragments: list[st
     said = read_verdict(text, ONE, KEY)
     if isinstance(said, VerdictFailure):
         return
-    stated = []
-    for start in (index for index, character in enumerate(text) if character == "{"):
-        for end in (index + 1 for index, character in enumerate(text) if character == "}"):
-            stated.append(text[start:end])
+    starts = [index for index, character in enumerate(text) if character == "{"]
+    ends = [index + 1 for index, character in enumerate(text) if character == "}"]
+    stated = [text[start:end] for start in starts for end in ends]
     words = {1.0: ("pass", "1"), 0.0: ("fail",)}[said.values[0]]
     assert any(KEY in one and '"right"' in one and any(word in one for word in words) for one in stated)
 

@@ -19,9 +19,9 @@ from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.judge import JudgeTask, agrees, nearness
 from rollforward.rl.tasks.registry import build_task
 from rollforward.rl.tasks.types import ScoreReason
-from tests.helpers.judging import write_sums
+from tests.helpers.judging import write_evens
 
-RIGHT: dict[str, Any] = {"criteria": [{"name": "right", "text": "It is the sum."}]}
+RIGHT: dict[str, Any] = {"criteria": [{"name": "right", "text": "It is even."}]}
 
 
 def judge_task(path: Path, rubric: dict[str, Any] | None = None, **changes: Any) -> JudgeTask:
@@ -39,13 +39,13 @@ def rows_file(directory: Path, *labels: object, question: str = "{} + 1 =") -> P
 
 
 @pytest.fixture
-def sums(tmp_path: Path) -> Path:
-    return write_sums(tmp_path / "sums.jsonl", count=60, seed=0)
+def evens(tmp_path: Path) -> Path:
+    return write_evens(tmp_path / "evens.jsonl", count=60, seed=0)
 
 
-def test_an_example_asks_for_a_verdict_and_shows_the_true_one(sums: Path) -> None:
-    task = judge_task(sums)
-    rows = {row["question"]: row for row in map(json.loads, sums.read_text().splitlines())}
+def test_an_example_asks_for_a_verdict_and_shows_the_true_one(evens: Path) -> None:
+    task = judge_task(evens)
+    rows = {row["question"]: row for row in map(json.loads, evens.read_text().splitlines())}
     seen: list[bool] = []
     for split, count in (("train", task.size("train")), ("heldout", 10)):
         for index in range(count):
@@ -64,8 +64,8 @@ def test_an_example_asks_for_a_verdict_and_shows_the_true_one(sums: Path) -> Non
     assert {*seen} == {True, False}
 
 
-def test_the_other_verdict_is_worth_nothing_and_so_is_none(sums: Path) -> None:
-    task = judge_task(sums)
+def test_the_other_verdict_is_worth_nothing_and_so_is_none(evens: Path) -> None:
+    task = judge_task(evens)
     example = task.example(3)
     assert example.answer is not None
     other = (
@@ -81,8 +81,8 @@ def test_the_other_verdict_is_worth_nothing_and_so_is_none(sums: Path) -> None:
     assert wrong.opinions[0].truth == 1.0 - wrong.opinions[0].worth[0]
 
 
-def test_reasoning_that_never_ends_is_no_verdict(sums: Path) -> None:
-    task = judge_task(sums, effort="high")
+def test_reasoning_that_never_ends_is_no_verdict(evens: Path) -> None:
+    task = judge_task(evens, effort="high")
     example = task.example(0)
     assert example.answer is not None
     (opinion,) = task.score(example, "<think>" + example.answer).opinions
@@ -163,7 +163,7 @@ def test_a_label_beyond_its_scale_is_an_error_with_its_row(
 
 
 def test_an_absent_column_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="no column 'labels'; the nearest is 'label'. Set label_column"):
+    with pytest.raises(TaskError, match=r"no column 'labels'; the nearest is 'label'. Set label_column"):
         judge_task(rows_file(tmp_path, 1, 1), label_column="labels")
 
 
@@ -186,16 +186,16 @@ def test_too_few_questions_is_an_error(tmp_path: Path) -> None:
         judge_task(rows_file(tmp_path, 1, 1, 1, 1), heldout_size=4)
 
 
-def test_a_task_is_the_same_in_every_process_and_knows_a_changed_file(sums: Path) -> None:
-    task = judge_task(sums)
+def test_a_task_is_the_same_in_every_process_and_knows_a_changed_file(evens: Path) -> None:
+    task = judge_task(evens)
     again = pickle.loads(pickle.dumps(task))
     assert again.fingerprint == task.fingerprint
     assert [again.example(i) for i in range(9)] == [task.example(i) for i in range(9)]
-    assert judge_task(sums, seed=1).example(0) != task.example(0)
+    assert judge_task(evens, seed=1).example(0) != task.example(0)
     other: dict[str, Any] = {"criteria": [{"name": "right", "text": "It is no sum."}]}
-    assert judge_task(sums, other).fingerprint != task.fingerprint
-    lines = sums.read_text().splitlines()
-    sums.write_text("\n".join(line.replace("+", "-") for line in lines))
+    assert judge_task(evens, other).fingerprint != task.fingerprint
+    lines = evens.read_text().splitlines()
+    evens.write_text("\n".join(line.replace("An even", "An odd") for line in lines))
     with pytest.raises(TaskError, match="has changed since the run began"):
         task.example(0)
 
@@ -213,6 +213,6 @@ def test_a_task_is_the_same_in_every_process_and_knows_a_changed_file(sums: Path
         ({"rubric": {"criteria": [{"name": "a", "text": "x", "scale": {"type": "points", "lowest": 5}}]}}, "Exchange"),
     ],
 )
-def test_a_wrong_setting_is_refused(sums: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_refused(evens: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=message):
-        judge_task(sums, **changes)
+        judge_task(evens, **changes)
