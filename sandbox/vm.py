@@ -8,49 +8,48 @@ An emulator is QEMU. It is made as containers are (`inside/emulator.py`), so it 
 control groups of its own, and ends when the supervisor does.
 """
 
-import asyncio
 import contextlib
 import ctypes
 import functools
 import mmap
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import msgspec
-
-from rollforward.sandbox import cgroups
-from rollforward.sandbox.agent_link import Answer
-from rollforward.sandbox.container import SPARE_PROCESSES
-from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
-from rollforward.sandbox.images import host_directories
-from rollforward.sandbox.inside import emulator, frames
-from rollforward.sandbox.inside.files import PART_BYTES
-from rollforward.sandbox.instance import Instance
+from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.inside import emulator
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm_cache import digest
 from rollforward.sandbox.vm_state import close_all
-from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate
+from rollforward.sandbox.warm_template import FIRST_USER, USERS
 
 MIB: Final = 1 << 20
 FIRST_MACHINE_USER: Final = FIRST_USER + USERS
 _GUEST_BYTES: Final = 160 * MIB
 """Memory of a guest beside what its sandbox may use: kernel, first process, agent."""
 _STEP_BYTES: Final = 64 * MIB
-_EMULATOR_BYTES: Final = 192 * MIB
-_EMULATOR_THREADS: Final = 48
-_SETUP_TIMEOUT_S: Final = 60.0
-_BOOT_S: Final = {"kvm": 20.0, "tcg": 180.0}
-_ENTROPY_BYTES: Final = 64
 _TSC_S: Final = 0.05
-_PACE: Final = 60
-"""How many times as long things take where a processor is emulated."""
+_CODE_MIB: Final = 64
+"""For code that is translated."""
+_SANDBOX: Final = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_KERNEL_ARGUMENTS: Final = (
+    "console=ttyS0 quiet panic=-1 reboot=t rdinit=/init mitigations=off random.trust_cpu=on apparmor=0 audit=0"
+    " PYTHONHASHSEED=0"
+)
+
+
+class Disk(NamedTuple):
+    """A disk of a machine."""
+
+    serial: str
+    """What the guest knows it by."""
+    path: str
+    digest: str
+    """Stands for its bytes."""
 
 
 class Layout(NamedTuple):
@@ -61,10 +60,12 @@ class Layout(NamedTuple):
     accelerator: str
     """kvm or tcg."""
     memory_bytes: int
-    disks: tuple[tuple[str, str], ...]
-    """(serial, path) of each read-only disk."""
+    disks: tuple["Disk", ...]
+    """Those that it cannot write."""
     boot_key: str
     """Stands for kernel and initial file system."""
+    private_disk: tuple[int, int] = (0, 0)
+    """Bytes and files of the one that it can write; 0 where there is none."""
 
     def key(self) -> str:
         """Stands for it: a state goes on where it was saved, on this QEMU, and with KVM on this processor."""
@@ -73,8 +74,8 @@ class Layout(NamedTuple):
         if self.accelerator == "kvm":
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             cpu = str(sorted({line for line in lines if line.startswith(("model", "flags", "microcode"))}))
-        disks = [(serial, os.stat(path).st_size, os.stat(path).st_mtime_ns) for serial, path in self.disks]
-        return digest(self, said, cpu, disks)
+        disks = [(disk.serial, disk.digest) for disk in self.disks]
+        return digest(said, cpu, self.accelerator, self.memory_bytes, disks, self.boot_key, self.private_disk)
 
 
 def find_qemu() -> str:
@@ -150,115 +151,45 @@ class Given:
         return f"/proc/self/fd/{self.number(descriptor)}"
 
 
-class Machine(Instance):
-    """One virtual machine. Made by a substrate's `create`."""
-
-    def __init__(
-        self, sandbox_id: str, spec: SandboxSpec, hierarchies: cgroups.Hierarchies, label: str, forget: Any
-    ) -> None:
-        """Nothing runs yet; see `launch`."""
-        host_bytes = guest_bytes(spec) + _EMULATOR_BYTES
-        make_group = functools.partial(cgroups.Group, hierarchies, label, sandbox_id, host_bytes, _EMULATOR_THREADS)
-        super().__init__(sandbox_id, spec, make_group, forget)
-        self._told_ooms = 0
-
-    async def launch(self, template: WarmTemplate, command: Sequence[str], given: Given, uid: int) -> None:
-        """Start its emulator.
-
-        Args:
-            template: makes it.
-            command: path and arguments.
-            given: what it is handed; closed by whoever opened it.
-            uid: its user on the host, where that is root's to say.
-
-        Raises:
-            SandboxUnavailableError: it cannot be made.
-        """
-        groups = self._group.open_procs()
-        try:
-            request = {
-                "program": list(command),
-                "keep": len(given.descriptors),
-                "binds": host_directories(),
-                "uid": uid,
-            }
-            self._watch(await template.make(request, [*given.descriptors, *groups]))
-        finally:
-            close_all(groups)
-
-    async def wake(
-        self, template: WarmTemplate, control: socket.socket, image: Sequence[str], codes: list[bytes], snapshot: bytes
-    ) -> None:
-        """Make a machine that waits this sandbox's.
-
-        Args:
-            template: for what its emulator has said, where it fails.
-            control: its agent's socket; taken over.
-            image: serials of the image's disks, the highest layer first.
-            codes: of the tools.
-            snapshot: files to begin with.
-        """
-        try:
-            await self._greet(control, self._told(image, codes, snapshot), _SETUP_TIMEOUT_S)
-        except (SandboxGoneError, TimeoutError):
-            raise SandboxUnavailableError(f"sandbox: a machine did not come up: {template.said()}") from None
-
-    def _told(self, image: Sequence[str], codes: list[bytes], snapshot: bytes) -> Iterator[Answer]:
-        limits = self.spec.limits
-        parts = [snapshot[start : start + PART_BYTES] for start in range(0, len(snapshot), PART_BYTES)]
-        wake = {
-            "entropy": secrets.token_hex(_ENTROPY_BYTES),
-            "unix_ns": time.time_ns(),
-            "image": list(image),
-            "disk_bytes": limits.disk_bytes,
-            "files": limits.files,
-            "memory_bytes": limits.memory_bytes + limits.disk_bytes,
-            "processes": limits.processes + SPARE_PROCESSES,
-            "snapshot_parts": len(parts),
-        }
-        yield wake, []
-        for part in parts:
-            yield {}, [part]
-        told = {**msgspec.to_builtins(limits), "is_group_limited": True, "pace": _PACE}
-        yield {"limits": told, "tools": list(self._tools)}, codes
-
-    def _oom_kills(self) -> int:
-        """Those that the guest's kernel tells of, and its emulator's own."""
-        last = self._link.last_words if self._link is not None else ""
-        if last.isdecimal() and len(last) < 10:
-            self._told_ooms = max(self._told_ooms, int(last))
-        return self._told_ooms + super()._oom_kills()
-
-    def _hear_ooms(self, head: frames.Head) -> None:
-        if type(count := head.get("ooms")) is int:
-            self._told_ooms = max(self._told_ooms, count)
+def common_arguments(layout: Layout) -> list[str]:
+    """QEMU, and what every machine is told."""
+    command = [layout.program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+    command += ["-sandbox", _SANDBOX, "-smp", "1", "-m", f"{layout.memory_bytes // MIB}M", "-serial", "chardev:console"]
+    if layout.accelerator == "kvm":
+        return [*command, "-accel", "kvm", "-cpu", "host"]
+    return [*command, "-accel", f"tcg,thread=single,tb-size={_CODE_MIB}", "-cpu", "max,la57=off"]
 
 
-async def hello(control: socket.socket, within_s: float) -> frames.Head:
-    """What a machine says when it waits to be woken.
+def port_arguments(given: Given, sockets: Sequence[tuple[str, int]], device: str) -> list[str]:
+    """The ports to the guest, and the emulator's own control.
 
-    Raises:
-        SandboxUnavailableError: it says nothing of the kind in time.
+    Args:
+        given: what it is handed.
+        sockets: name and descriptor of each port and, last, of the monitor.
+        device: of virtio-serial, on the machine's bus.
     """
-    control.setblocking(False)
-    loop, data = asyncio.get_running_loop(), b""
-    try:
-        async with asyncio.timeout(within_s):
-            while len(data) < frames.LENGTH.size or len(data) < frames.LENGTH.size + frames.LENGTH.unpack_from(data)[0]:
-                chunk = await loop.sock_recv(control, 1 << 12)
-                if not chunk:
-                    raise SandboxUnavailableError("sandbox: a machine ended while it booted")
-                data += chunk
-        head, _ = frames.unpack(data[frames.LENGTH.size :])
-    except SandboxUnavailableError:
-        raise
-    except TimeoutError:
-        raise SandboxUnavailableError(f"sandbox: a machine has not booted within {within_s:g} s") from None
-    except ValueError as error:
-        raise SandboxUnavailableError(f"sandbox: a machine that booted said {error}") from None
-    return head
+    command = ["-device", f"{device},max_ports={len(sockets)}"]
+    for name, descriptor in sockets:
+        command += ["-chardev", f"socket,id={name},fd={given.number(descriptor)}"]
+    for number, (name, _) in enumerate(sockets[:-1], 1):
+        command += ["-device", f"virtserialport,chardev={name},name={name},nr={number}"]
+    return [*command, "-mon", f"chardev={sockets[-1][0]},mode=control"]
 
 
-def boot_limit_s(accelerator: str) -> float:
-    """Seconds that a boot may take before it counts as none."""
-    return _BOOT_S[accelerator]
+def disk_arguments(layout: Layout, given: Given, disks: Sequence[int], device: str) -> list[str]:
+    """The disks that it cannot write, by descriptors in the order of the layout."""
+    command: list[str] = []
+    for number, (disk, descriptor) in enumerate(zip(layout.disks, disks, strict=True)):
+        file = f"file.driver=file,file.locking=off,file.filename={given.path(descriptor)}"
+        command += ["-blockdev", f"driver=raw,node-name=disk{number},read-only=on,{file}"]
+        command += ["-device", f"{device},drive=disk{number},serial={disk.serial}"]
+    return command
+
+
+def boot_arguments(layout: Layout, given: Given, kernel: int, initial: int, console: int) -> list[str]:
+    """What a machine is told that boots."""
+    told = _KERNEL_ARGUMENTS
+    if layout.accelerator == "tcg":
+        told += f" tsc=reliable tsc_early_khz={tsc_khz()}"
+    command = ["-kernel", given.path(kernel), "-initrd", given.path(initial), "-append", told]
+    return [*command, "-chardev", f"file,id=console,append=on,path={given.path(console)}"]

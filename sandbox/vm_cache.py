@@ -67,6 +67,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def kept_digest(path: Path) -> str:
+    """`file_digest` of a file of a prepared directory, without reading it."""
+    digests: dict[str, str] = json.loads((path.parent / _DIGESTS).read_bytes())
+    return digests[path.name]
+
+
 def _make(kind: str, home: Path, make: Callable[[Path], None]) -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=CACHE))

@@ -20,7 +20,7 @@ from typing import IO, Final, NamedTuple
 from rollforward.sandbox.bubblewrap import PROGRAMS as AGENT_PROGRAMS
 from rollforward.sandbox.bubblewrap import find_bubblewrap, interpreter
 from rollforward.sandbox.errors import SandboxUnavailableError
-from rollforward.sandbox.vm_cache import digest, file_digest, prepared
+from rollforward.sandbox.vm_cache import digest, file_digest, kept_digest, prepared
 from rollforward.sandbox.vm_kernel import Kernel
 
 PROGRAMS: Final = (
@@ -49,6 +49,8 @@ _UNCHECKED: Final = struct.pack("<IQ", 1, 0)
 _ROOM: Final = 1.08
 _SPARE_BYTES: Final = 4 << 20
 _BLOCK_BYTES: Final = 4096
+_UUID: Final = "726f6c6c-666f-4277-8172-640000000000"
+_TIME: Final = "1700000000"
 
 
 class Boot(NamedTuple):
@@ -59,8 +61,10 @@ class Boot(NamedTuple):
     """The initial file system, for qemu's -initrd."""
     system: Path
     """The system disk."""
+    system_digest: str
+    """Stands for its bytes."""
     key: str
-    """Stands for all of it."""
+    """Stands for kernel and initial file system."""
 
 
 def build(kernel: Kernel) -> Boot:
@@ -79,7 +83,8 @@ def build(kernel: Kernel) -> Boot:
             _write_cpio(out, dict(_entries(kernel, imports, sources)))
 
     initial = prepared("initial", key, make) / "initial"
-    return Boot(kernel.image, initial, system, digest(key, system.parent.name))
+    booted = digest(kernel.version, kept_digest(initial))
+    return Boot(kernel.image, initial, system, kept_digest(system), booted)
 
 
 def build_system() -> Path:
@@ -121,7 +126,9 @@ def make_disk(tree: Path, disk: Path) -> None:
     command = [find_bubblewrap(), "--unshare-user", "--uid", "0", "--gid", "0", "--ro-bind", "/", "/", "--dev", "/dev"]
     command += ["--bind", str(disk.parent), str(disk.parent), mke2fs, "-q", "-t", "ext4", "-d", str(tree), "-m", "0"]
     command += ["-O", "^has_journal,^resize_inode", "-b", str(_BLOCK_BYTES), "-I", "256", "-N", str(count + 64)]
-    done = subprocess.run([*command, str(disk)], capture_output=True, text=True, check=False)
+    command += ["-U", _UUID, "-E", f"hash_seed={_UUID}"]
+    same = {"E2FSPROGS_FAKE_TIME": _TIME, "SOURCE_DATE_EPOCH": _TIME}  # of equal trees equal disks, if files allow it
+    done = subprocess.run([*command, str(disk)], capture_output=True, text=True, check=False, env=same)
     if done.returncode:
         raise SandboxUnavailableError(f"sandbox: mke2fs failed: {done.stderr.strip() or done.returncode}")
 

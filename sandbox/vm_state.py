@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.inside import system
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PAGE_BYTES: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 26
 _EMPTY: Final = bytes(_PAGE_BYTES)
 
 
@@ -50,6 +51,34 @@ def close_all(descriptors: Sequence[int]) -> None:
     """Close them."""
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def file_of(data: bytes) -> int:
+    """A descriptor of a file without a name that holds these bytes, to be read from its beginning."""
+    descriptor = memory_file(0)
+    system.write_all(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def content(descriptor: int, max_bytes: int) -> bytes:
+    """All that a file holds.
+
+    Raises:
+        SandboxFileError: it is more.
+    """
+    size = os.fstat(descriptor).st_size
+    if size > max_bytes:
+        raise SandboxFileError(f"sandbox: the machine has {size} bytes, more than {max_bytes}")
+    parts = [os.pread(descriptor, _READ_BYTES, start) for start in range(0, size, _READ_BYTES)]
+    return b"".join(parts)
+
+
+def last_line(console: int) -> str:
+    """What a machine's console has said last."""
+    size = os.fstat(console).st_size
+    data = os.pread(console, _PAGE_BYTES, max(size - _PAGE_BYTES, 0)).decode("utf-8", "replace")
+    return next((line.strip() for line in reversed(data.splitlines()) if line.strip()), "")
 
 
 def keep(state: State, home: Path) -> None:

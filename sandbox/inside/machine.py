@@ -3,10 +3,13 @@
     boot -> drivers, disks, imports -> {"id": 0} -> [the host keeps this state; each sandbox goes on from it] -> wake
          -> agent (agent.py), in namespaces as in a container -> its end is the machine's
 
-Woken by {"entropy", "unix_ns", "image", "disk_bytes", "files", "memory_bytes", "processes", "snapshot_parts"} and so
-many messages with a part of a snapshot each, it takes new random numbers, the time, and the sandbox's limits: nothing
-that two machines of one state have in common is ever a secret. Manifest and drivers lie in the initial file system
-beside it.
+The agent has one port to the host, this process the other. There it is woken, by
+
+    {"op": "wake", "entropy", "unix_ns", "image", "disk_bytes", "files", "memory_bytes", "processes", "snapshot_parts"}
+
+and so many messages with a part of a snapshot each: it takes new random numbers, the time, and the sandbox's limits.
+Nothing that two machines of one state have in common is ever a secret. A machine that goes on where it was saved is
+asked for the like later: {"op": "renew", "entropy", "unix_ns"}. Manifest and drivers lie in the initial file system.
 """
 
 import ctypes
@@ -15,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import struct
 import sys
 import time
@@ -29,7 +33,7 @@ _FINIT_MODULE: Final = {"x86_64": 313, "aarch64": 273}
 _RB_AUTOBOOT: Final = 0x0123_4567
 _MS_MOVE: Final = 8192
 _NEW_ROOT: Final = "/machine"
-_PORT: Final = "/dev/vport0p1"
+_AGENT_PORT, _KEEPER_PORT = "/dev/vport0p1", "/dev/vport0p2"
 _GROUPS: Final = "/sys/fs/cgroup"
 _GROUP: Final = f"{_GROUPS}/sandbox"
 _SYSTEM: Final = "system"
@@ -44,9 +48,9 @@ def main() -> None:
     try:
         manifest = json.loads(Path("/manifest.json").read_text(encoding="utf-8"))
         system.no_new_privileges()
-        control = _come_up(manifest)
-        system.write_all(control, frames.pack({"id": 0, "kind": "", "error": ""}))
-        _serve(control)
+        control, keeper = _come_up(manifest)
+        system.write_all(keeper, frames.pack({"id": 0, "kind": "", "error": ""}))
+        _serve(control, keeper)
     except BaseException:  # noqa: BLE001, the host keeps what is said here
         traceback.print_exc()
         sys.stderr.flush()
@@ -62,8 +66,8 @@ def reboot() -> None:
         time.sleep(1.0)
 
 
-def _come_up(manifest: dict[str, Any]) -> int:
-    """Make the guest ready; a descriptor of the port to the host."""
+def _come_up(manifest: dict[str, Any]) -> tuple[int, int]:
+    """Make the guest ready; descriptors of the ports to the host."""
     for name, kind in (("proc", "proc"), ("sys", "sysfs"), ("dev", "devtmpfs")):
         os.makedirs(f"/{name}", exist_ok=True)
         system.mount(kind, f"/{name}", kind)
@@ -73,14 +77,14 @@ def _come_up(manifest: dict[str, Any]) -> int:
     importlib.invalidate_caches()
     for name in template.PRELOADED:
         importlib.import_module(name)
-    control = _open_port()
+    control, keeper = _open_port(_AGENT_PORT), _open_port(_KEEPER_PORT)
     _make_devices()
     _rehearse()
     root.prepare([])
     gc.collect()
     gc.freeze()
     gc.disable()
-    return control
+    return control, keeper
 
 
 def _load(path: str) -> None:
@@ -144,11 +148,11 @@ def _mount_disk(device: str, place: str) -> None:
     raise OSError(f"{device} has no file system of an image ({'; '.join(tried)})")
 
 
-def _open_port() -> int:
+def _open_port(path: str) -> int:
     end = time.monotonic() + _PORT_S
     while True:
         try:
-            return os.open(_PORT, os.O_RDWR | os.O_CLOEXEC)
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             if time.monotonic() > end:
                 raise
@@ -177,19 +181,18 @@ def _rehearse() -> None:
             os.waitpid(os.posix_spawn(argv[0], argv, {"PYTHONHASHSEED": "0"}), 0)
 
 
-def _serve(control: int) -> None:
+def _serve(control: int, keeper: int) -> None:
     """Wait to be woken, have an agent serve the host, and tell how it ended."""
-    wake, _ = agent.receive(control)
+    wake, _ = agent.receive(keeper)
     _renew(wake)
     Path(_GROUP, "memory.max").write_text(str(wake["memory_bytes"]))
     Path(_GROUP, "pids.max").write_text(str(wake["processes"]))
-    snapshot = _take_snapshot(control, wake["snapshot_parts"])
+    snapshot = _take_snapshot(keeper, wake["snapshot_parts"])
     events = os.open(f"{_GROUP}/memory.events", os.O_RDONLY | os.O_CLOEXEC)
     procs = os.open(f"{_GROUP}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
     given = [control, *([snapshot] if snapshot >= 0 else []), events, procs]
-    layers = [f"/images/{name}" for name in wake["image"]]
     request = {
-        "image": [*layers, root.FRAME],
+        "image": [*(f"/images/{name}" for name in wake["image"]), root.FRAME],
         "binds": [],
         "uid": root.USER,
         "disk_bytes": wake["disk_bytes"],
@@ -197,13 +200,18 @@ def _serve(control: int) -> None:
         "has_snapshot": snapshot >= 0,
         "has_events": True,
     }
-    pid = template.make(request, given, is_many=True)[0]
-    for descriptor in given[1:]:
-        os.close(descriptor)
-    while os.wait()[0] != pid:
-        pass
-    kills = agent.oom_kills(os.open(f"{_GROUP}/memory.events", os.O_RDONLY))
-    if kills:
+    pid, pidfd = template.make(request, given, is_many=True)
+    if snapshot >= 0:
+        os.close(snapshot)
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    poller.register(keeper, select.POLLIN)
+    while pidfd not in (ready := [descriptor for descriptor, _ in poller.poll()]):
+        if keeper in ready:
+            _renew(agent.receive(keeper)[0])
+            system.write_all(keeper, frames.pack({"ooms": agent.oom_kills(events)}))
+    os.waitpid(pid, 0)
+    if kills := agent.oom_kills(events):
         system.write_all(control, frames.pack({"id": -1, "last_words": str(kills)}))
 
 

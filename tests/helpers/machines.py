@@ -45,10 +45,10 @@ class MachineWorld:
         """Why it is gone, once it is."""
         return self.loop.run_until_complete(asyncio.wait_for(asyncio.shield(machine.died), 60.0))
 
-    def create(self, limits: Limits = SMALL, *, image: str = "host", snapshot: bytes | None = None) -> Instance:
+    def create(self, limits: Limits = SMALL, *, image: str = "host", **begin: bytes) -> Instance:
         self.number += 1
         spec = SandboxSpec(substrate=self.name, image=image, limits=limits, tools=self.tools)  # type: ignore[arg-type]
-        return self.do(self.substrate.create(f"m-{self.number}", spec, snapshot=snapshot))
+        return self.do(self.substrate.create(f"m-{self.number}", spec, **begin))
 
     def sh(self, machine: Instance, script: str, **more: Any) -> ExecResult:
         return self.do(machine.exec(ExecRequest(argv=("sh", "-c", script), **more)))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollforward.sandbox.config import Limits
@@ -16,11 +17,13 @@ from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneE
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.types import CallStatus, ExecRequest, ExecStatus, SandboxSpec
 from rollforward.sandbox.vm import guest_bytes
+from tests.helpers.containers import SMALL
 from tests.helpers.machines import MachineWorld
 from tests.helpers.sandboxes import is_gone, tools_in
 
 pytestmark = pytest.mark.timeout(300)
 MIB = 1 << 20
+SMALL_BUT_ONE = msgspec.structs.replace(SMALL, output_bytes=4097)
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +68,13 @@ def test_out_of_memory_is_the_commands_own(world: MachineWorld, machine: Instanc
 
 def test_files_go_in_and_out_and_have_one_size(world: MachineWorld, machine: Instance) -> None:
     data = os.urandom(3 * MIB // 2)
-    world.do(machine.upload({"d/x": data, "/tmp/y": b""}))
-    assert world.do(machine.download(["d/x", "/tmp/y", "absent"], max_bytes=4 * MIB)) == {"d/x": data, "/tmp/y": b""}
+    world.do(machine.upload({"d/x": data, "/home/y": b""}))
+    assert world.do(machine.download(["d/x", "/home/y", "absent"], max_bytes=4 * MIB)) == {"d/x": data, "/home/y": b""}
     with pytest.raises(SandboxFileError):
         world.do(machine.upload({"/etc/passwd": b"x"}))
     full = world.sh(machine, "head -c 9000000 /dev/zero > big")
     assert full.status == ExecStatus.DISK_FULL
-    world.sh(machine, "rm -r big d /tmp/y")
+    world.sh(machine, "rm -r big d /home/y")
 
 
 def test_a_tool_is_called_and_a_key_runs_once(world: MachineWorld, machine: Instance) -> None:
@@ -111,6 +114,67 @@ def test_machines_of_one_state_differ_in_what_must_differ(world: MachineWorld) -
     assert world.sh(machines[1], "cat x").status == ExecStatus.EXIT
     for machine in machines:
         world.do(machine.kill())
+
+
+COUNTER = "i=0; while :; do i=$((i+1)); echo $i > new; mv new count; done"
+
+
+def test_a_saved_machine_goes_on_with_its_processes_wherever_it_is(world: MachineWorld) -> None:
+    first = world.create()
+    entropy = "head -c 16 /dev/urandom | md5sum"
+    world.sh(first, "echo kept > /home/file")
+    running = world.loop.create_task(first.exec(ExecRequest(argv=("sh", "-c", COUNTER), wall_s=100.0)))
+    while not int(world.sh(first, "cat count || echo 0").stdout):
+        pass
+    saved = world.do(first.save(max_bytes=1 << 30))
+    later = int(world.sh(first, "sleep 0.5; cat count").stdout)
+    world.do(first.kill())
+    assert world.do(_wait(running)).status == ExecStatus.KILLED
+    again = [world.create(saved=saved) for _ in range(2)]
+    counts = [int(world.sh(machine, "cat count").stdout) for machine in again]
+    assert all(0 < count < later + 100 for count in counts), (counts, later)
+    for machine, count in zip(again, counts, strict=True):
+        assert int(world.sh(machine, "sleep 0.5; cat count").stdout) > count
+        assert world.sh(machine, "cat /home/file").stdout == b"kept\n"
+        assert abs(int(world.sh(machine, "date +%s").stdout) - time.time()) < 10
+        assert world.sh(machine, "true").status == ExecStatus.OK
+    assert world.sh(again[0], entropy).stdout != world.sh(again[1], entropy).stdout
+    world.sh(again[0], "echo mine > x")
+    assert world.sh(again[1], "cat x").status == ExecStatus.EXIT
+    for machine in again:
+        world.do(machine.kill())
+
+
+def test_a_snapshot_of_a_machine_goes_on_as_nothing_else(world: MachineWorld) -> None:
+    first = world.create()
+    saved = world.do(first.save(max_bytes=1 << 30))
+    with pytest.raises(SandboxFileError, match="more than"):
+        world.do(first.save(max_bytes=1000))
+    assert world.sh(first, "echo well").stdout == b"well\n"
+    world.do(first.kill())
+    with pytest.raises(SandboxFileError, match="limits"):
+        world.create(SMALL_BUT_ONE, saved=saved)
+    with pytest.raises(SandboxFileError, match="none of a machine"):
+        world.create(saved=saved[:1000])
+
+
+def test_one_that_is_paused_stands_still_and_goes_on_in_time(world: MachineWorld, machine: Instance) -> None:
+    running = world.loop.create_task(machine.exec(ExecRequest(argv=("sh", "-c", COUNTER), wall_s=3.0)))
+    while not int(world.sh(machine, "cat count || echo 0").stdout):
+        pass
+    world.do(machine.pause())
+    ticks = cpu_ticks(machine.pid)
+    time.sleep(1.0)
+    assert cpu_ticks(machine.pid) - ticks <= 2
+    world.do(machine.resume())
+    assert abs(int(world.sh(machine, "date +%s").stdout) - time.time()) < 5
+    assert world.do(_wait(running)).status == ExecStatus.TIMEOUT
+    world.sh(machine, "rm count")
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])
 
 
 def test_the_emulator_is_nobody_alone_and_without_rights(world: MachineWorld, machine: Instance) -> None:
