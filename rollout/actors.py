@@ -51,6 +51,10 @@ class AgentActor:
         """See ``AgentSessions.finish``."""
         return await self._sessions.finish(turn)
 
+    async def keep(self, within_s: float) -> int:
+        """See ``AgentSessions.keep``."""
+        return await self._sessions.keep(within_s)
+
 
 @ray.remote(**_OPTIONS)
 class RolloutActor:

@@ -7,6 +7,7 @@ Here: the contract. Not here: tools in a sandbox (tool_environment.py), completi
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
@@ -109,6 +110,8 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Completions that used up the time of their tools."""
     injected: int = 0
     """Sandboxes that were killed for a drill."""
+    restored: int = 0
+    """Sandboxes that took the place of a lost one, with all that had been done in it."""
 
     def __add__(self, other: "SandboxCounts") -> "SandboxCounts":
         """Both together: sums, of `call_max_s` the larger."""
@@ -208,6 +211,18 @@ class Environment(Protocol):
     def wake(self) -> None:
         """Let the ``collect`` that waits, or else the next one, return at once, with no answer if there is none. From
         any thread: an engine that is paused does not wait for a slow tool.
+        """
+        ...
+
+    def keep(self, within_s: float) -> Future[int]:
+        """Start to keep the states of sandboxes where a successor finds them though they are lost, as far as the run's
+        settings say so and the time allows. From any thread, while nothing else is asked.
+
+        Args:
+            within_s: seconds; what is not kept then is not kept.
+
+        Returns:
+            How many are.
         """
         ...
 

@@ -62,7 +62,7 @@ from rollforward.sandbox.errors import (
 )
 from rollforward.sandbox.restoring import branch, caught_up, keep
 from rollforward.sandbox.results import OOM_TEXT
-from rollforward.sandbox.tenancy import LostError, Tenancy, UnfitFilesError, in_thread, lost, open_log
+from rollforward.sandbox.tenancy import Beginning, LostError, Tenancy, UnfitFilesError, in_thread, lost, open_log
 from rollforward.sandbox.types import Call, CallResult, CallStatus, Collected, SandboxSpec, SessionResult
 
 _SANDBOX = re.compile(r"^sandbox [0-9a-z-]+: ")
@@ -111,7 +111,7 @@ class Session:
         sync: bool,
         saboteur: Saboteur | None = None,
         known_position: int = 0,
-        begin: SnapshotRecord | None = None,
+        begin: SnapshotRecord | Beginning | None = None,
     ) -> Self:
         """Opens a trajectory's log, a new one or one that a predecessor left. No sandbox is waited for.
 
@@ -125,7 +125,8 @@ class Session:
             sync: whether the log must survive a power cut.
             saboteur: of a drill.
             known_position: a `SessionResult.position` that somebody holds: a log that ends before it lost something.
-            begin: a state that the sandbox begins with, `files` in it already; from `Session.fork` or `prepared.py`.
+            begin: a state that the sandbox begins with, `files` in it already: from `Session.fork`, or a `Preparation`
+                (`prepared.py`), which is made when it is needed.
 
         Raises:
             ToolError: the file of a tool cannot be read.

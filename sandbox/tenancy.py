@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from rollforward.sandbox.blobs import Stored
 from rollforward.sandbox.client import Sandbox, SandboxClient
@@ -65,6 +65,24 @@ class UnfitFilesError(LostError):
     """The files that the trajectory begins with cannot be in a sandbox: the fault of whoever wrote them down."""
 
 
+class Beginning(Protocol):
+    """A state that trajectories begin with, which may have to be made first."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of what it is made of."""
+        ...
+
+    async def record(self) -> SnapshotRecord:
+        """The state.
+
+        Raises:
+            UnfitFilesError: there is none, for anybody.
+            LostError, SandboxError: the platform failed.
+        """
+        ...
+
+
 class Tenancy:
     """What a session holds of its sandbox. One event loop, one question at a time; the session sees to that."""
 
@@ -77,7 +95,7 @@ class Tenancy:
         spec: SandboxSpec,
         files: Mapping[str, bytes],
         config: ContainerConfig,
-        begin: SnapshotRecord | None = None,
+        begin: SnapshotRecord | Beginning | None = None,
     ) -> None:
         """Keep what a sandbox is made of; nothing is asked yet.
 
@@ -92,6 +110,8 @@ class Tenancy:
         self._begin = begin
         self._config = config
         self._spec_digest, self._files_digest = spec_digest(spec), files_digest(files)
+        if begin is not None and not isinstance(begin, SnapshotRecord):
+            self._files, self._files_digest = {}, begin.digest
         self._sandbox: Sandbox | None = None
         self._first_attempt = 0
         self.num_created = 0
@@ -119,7 +139,9 @@ class Tenancy:
                 " durable once: what came between is lost."
             )
         history = self.history
-        if (history.begin is not None or history.opened is not None) and history.begin != self._begin:
+        is_begun = history.begin is not None or history.opened is not None
+        is_known = self._begin is None or isinstance(self._begin, SnapshotRecord)
+        if is_begun and (history.begin != self._begin if is_known else history.begin is None):
             raise CommandDivergenceError(
                 f"command log {self._log.path}: the state that it begins with is not the one with which the trajectory"
                 " began. Go on with what it began with."
@@ -234,7 +256,8 @@ class Tenancy:
     async def _create(self) -> None:
         """Makes a sandbox under the next attempt; none is held after it where that one is gone already."""
         if self._begin is not None and self.history.snapshot is None:
-            await self.append(self._begin)
+            begin = self._begin
+            await self.append(begin if isinstance(begin, SnapshotRecord) else await begin.record())
         history = self.history
         opened = history.opened
         attempt = max(self._first_attempt, 0 if opened is None else opened.attempt + 1)
