@@ -23,7 +23,7 @@ from rollforward.sandbox.errors import SandboxUnavailableError
 
 CACHE: Final = Path.home() / ".cache" / "rollforward" / "vm"
 _DIGESTS: Final = "DIGESTS"
-_KEEP_UNUSED_S: Final = 7 * 86400.0
+_KEEP_UNUSED_S: Final = 2 * 86400.0
 
 
 def prepared(kind: str, key: str, make: Callable[[Path], None]) -> Path:
@@ -53,7 +53,11 @@ def prepared(kind: str, key: str, make: Callable[[Path], None]) -> Path:
 def found(kind: str, key: str) -> Path | None:
     """The directory of this kind and key, if there is one that is whole."""
     home = CACHE / f"{kind}-{key}"
-    return home if _is_whole(home) else None
+    if not _is_whole(home):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(home)
+    return home
 
 
 def digest(*parts: object) -> str:
@@ -105,7 +109,7 @@ def _files(home: Path) -> list[Path]:
 
 
 def _forget_unused(kind: str, but: Path) -> None:
-    """Remove others of the kind that nobody has asked for in a week, and what a killed process has left."""
+    """Remove others of the kind that nobody has asked for in two days, and what a killed process has left."""
     for pattern in (f"{kind}-*", f".{kind}-*"):
         for path in CACHE.glob(pattern):
             with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
@@ -49,6 +49,7 @@ _UNCHECKED: Final = struct.pack("<IQ", 1, 0)
 _ROOM: Final = 1.08
 _SPARE_BYTES: Final = 4 << 20
 _BLOCK_BYTES: Final = 4096
+_OWN_FILES: Final = 32
 _UUID: Final = "726f6c6c-666f-4277-8172-640000000000"
 _TIME: Final = "1700000000"
 
@@ -105,28 +106,48 @@ def build_system() -> Path:
     return prepared("system", key, make) / "disk"
 
 
+def build_empty(size: int, files: int) -> Path:
+    """An empty disk of so many bytes, with room for so many files.
+
+    Raises:
+        SandboxUnavailableError: it cannot be made.
+    """
+
+    def make(scratch: Path) -> None:
+        with (scratch / "disk").open("wb") as file:
+            file.truncate(size)
+        _format(scratch / "disk", files + _OWN_FILES, ())
+
+    return prepared("empty", digest(size, files, _UUID), make) / "disk"
+
+
 def make_disk(tree: Path, disk: Path) -> None:
     """A read-only ext4 with what a directory holds, all of it root's.
 
     Raises:
         SandboxUnavailableError: mke2fs is missing or fails.
     """
-    mke2fs = shutil.which("mke2fs") or shutil.which("mke2fs", path="/usr/sbin:/sbin")
-    if mke2fs is None:
-        raise SandboxUnavailableError(
-            "sandbox: virtual machines need mke2fs, which is not there. Install it (Debian: apt-get install e2fsprogs)"
-        )
     count, size = 0, 0
     for path in tree.rglob("*"):
         count += 1
         size += -(-path.lstat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES if not path.is_symlink() else 0
     with disk.open("wb") as file:
         file.truncate((int(_ROOM * (size + 256 * count)) + _SPARE_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES)
+    _format(disk, count + _OWN_FILES, ("-d", str(tree)))
+
+
+def _format(disk: Path, files: int, more: Sequence[str]) -> None:
+    """Make a file an ext4."""
+    mke2fs = shutil.which("mke2fs") or shutil.which("mke2fs", path="/usr/sbin:/sbin")
+    if mke2fs is None:
+        raise SandboxUnavailableError(
+            "sandbox: virtual machines need mke2fs, which is not there. Install it (Debian: apt-get install e2fsprogs)"
+        )
     # As root of a user namespace of its own: files of whoever runs this are root's inside.
     command = [find_bubblewrap(), "--unshare-user", "--uid", "0", "--gid", "0", "--ro-bind", "/", "/", "--dev", "/dev"]
-    command += ["--bind", str(disk.parent), str(disk.parent), mke2fs, "-q", "-t", "ext4", "-d", str(tree), "-m", "0"]
-    command += ["-O", "^has_journal,^resize_inode", "-b", str(_BLOCK_BYTES), "-I", "256", "-N", str(count + 64)]
-    command += ["-U", _UUID, "-E", f"hash_seed={_UUID}"]
+    command += ["--bind", str(disk.parent), str(disk.parent), mke2fs, "-q", "-F", "-t", "ext4", "-m", "0", *more]
+    command += ["-O", "^has_journal,^resize_inode", "-b", str(_BLOCK_BYTES), "-I", "256", "-N", str(files)]
+    command += ["-U", _UUID, "-E", f"hash_seed={_UUID},lazy_itable_init=0,nodiscard"]
     same = {"E2FSPROGS_FAKE_TIME": _TIME, "SOURCE_DATE_EPOCH": _TIME}  # of equal trees equal disks, if files allow it
     done = subprocess.run([*command, str(disk)], capture_output=True, text=True, check=False, env=same)
     if done.returncode:

@@ -36,7 +36,8 @@ from rollforward.sandbox.warm_template import WarmTemplate
 SYSTEM: Final = "system"
 """Serial of the disk that every machine has."""
 _EMULATOR_BYTES: Final = 192 * MIB
-_EMULATOR_THREADS: Final = 48
+_EMULATOR_THREADS: Final = 96
+"""It has up to 64 that read and write disks."""
 _SETUP_TIMEOUT_S: Final = 60.0
 _BOOT_S: Final = {"kvm": 20.0, "tcg": 180.0}
 _ENTROPY_BYTES: Final = 64

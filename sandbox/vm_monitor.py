@@ -21,6 +21,7 @@ class Monitor:
         self._heard = b""
         self._asking = asyncio.Lock()
         self._is_greeted = False
+        self._num_jobs = 0
 
     async def ask(self, command: str, *, file: int = -1, **arguments: Any) -> Any:
         """Ask, and return the answer.
@@ -60,6 +61,24 @@ class Monitor:
                     f"sandbox: saving a machine failed: {state.get('error-desc', 'no reason')}"
                 )
             await asyncio.sleep(_LOOK_S)
+
+    async def job(self, command: str, **arguments: Any) -> None:
+        """Have something done that takes a while; arguments as of `ask`.
+
+        Raises:
+            SandboxUnavailableError: it failed.
+        """
+        self._num_jobs += 1
+        name = f"job{self._num_jobs}"
+        await self.ask(command, job_id=name, **arguments)
+        while True:
+            (job,) = [job for job in await self.ask("query-jobs") if job["id"] == name]
+            if job["status"] == "concluded":
+                break
+            await asyncio.sleep(_LOOK_S)
+        await self.ask("job-dismiss", id=name)
+        if "error" in job:
+            raise SandboxUnavailableError(f"sandbox: {command}: {job['error']}")
 
     def close(self) -> None:
         """Let the socket go."""

@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import json
+import mmap
 import os
 import select
 import struct
@@ -36,8 +37,11 @@ _NEW_ROOT: Final = "/machine"
 _AGENT_PORT, _KEEPER_PORT = "/dev/vport0p1", "/dev/vport0p2"
 _GROUPS: Final = "/sys/fs/cgroup"
 _GROUP: Final = f"{_GROUPS}/sandbox"
-_SYSTEM: Final = "system"
+_SYSTEM, _PRIVATE = "system", "private"
+"""Disks with a meaning: the agent's own world, and where the sandbox's files go if that is not memory."""
 _PORT_S: Final = 60.0
+_SPARE_BYTES: Final = 8 << 20
+_MAP_POPULATE: Final = 0x8000
 _LINKS: Final = ("bin", "lib", "lib64", "sbin")
 _NODES: Final = (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9))
 _STREAMS: Final = (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2"))
@@ -79,11 +83,13 @@ def _come_up(manifest: dict[str, Any]) -> tuple[int, int]:
         importlib.import_module(name)
     control, keeper = _open_port(_AGENT_PORT), _open_port(_KEEPER_PORT)
     _make_devices()
+    Path("/proc/sys/vm/drop_caches").write_text("1")  # what was read to come up
     _rehearse()
     root.prepare([])
     gc.collect()
     gc.freeze()
     gc.disable()
+    _empty_free_memory()
     return control, keeper
 
 
@@ -115,6 +121,10 @@ def _make_root(prefix: str, disks: dict[str, str]) -> None:
     for name in ("proc", "sys", "dev", "images", "usr", "program", "drivers", "tmp", "etc", root.BOX[1:]):
         os.mkdir(f"{_NEW_ROOT}/{name}")
     for name, device in disks.items():
+        if name == _PRIVATE:
+            os.mkdir(f"{_NEW_ROOT}/{_PRIVATE}")
+            system.mount(device, f"{_NEW_ROOT}/{_PRIVATE}", "ext4", system.MS_NOSUID | system.MS_NODEV)
+            continue
         place = f"{_NEW_ROOT}/images/{name}"
         os.mkdir(place)
         _mount_disk(device, place)
@@ -181,6 +191,14 @@ def _rehearse() -> None:
             os.waitpid(os.posix_spawn(argv[0], argv, {"PYTHONHASHSEED": "0"}), 0)
 
 
+def _empty_free_memory() -> None:
+    """Have the kernel fill what is free with zeros: pages that are empty are in no state that is kept."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemFree:"))
+    if free > _SPARE_BYTES:
+        mmap.mmap(-1, free - _SPARE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_POPULATE).close()
+
+
 def _serve(control: int, keeper: int) -> None:
     """Wait to be woken, have an agent serve the host, and tell how it ended."""
     wake, _ = agent.receive(keeper)
@@ -195,6 +213,7 @@ def _serve(control: int, keeper: int) -> None:
         "image": [*(f"/images/{name}" for name in wake["image"]), root.FRAME],
         "binds": [],
         "uid": root.USER,
+        "private": f"/{_PRIVATE}" if os.path.isdir(f"/{_PRIVATE}") else "",
         "disk_bytes": wake["disk_bytes"],
         "files": wake["files"],
         "has_snapshot": snapshot >= 0,

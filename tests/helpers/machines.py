@@ -10,6 +10,7 @@ import pytest
 
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.errors import GoneCause
+from rollforward.sandbox.fullvm import FullVmSubstrate
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.microvm import MicroVmSubstrate
@@ -19,7 +20,7 @@ from tests.helpers.containers import SMALL
 T = TypeVar("T")
 
 _NEEDED = {"qemu-system-x86_64": "qemu-system-x86", "mke2fs": "e2fsprogs", "dpkg-deb": "dpkg"}
-_SUBSTRATES = {"microvm": MicroVmSubstrate}
+_SUBSTRATES = {"microvm": MicroVmSubstrate, "fullvm": FullVmSubstrate}
 
 
 class MachineWorld:
