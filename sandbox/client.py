@@ -429,11 +429,12 @@ class Sandbox:
         return wire.decode_files(await self._ask(Operation.DOWNLOAD, question, dict[bytes, bytes]))
 
     async def snapshot(self, *, max_bytes: int) -> Snapshot:
-        """Take its state, from which others can begin; of a container its files and no process. It lives on.
+        """Take its state, from which others can begin; of a container its files and no process, of a machine all that
+        runs in it too. It lives on.
 
         Raises:
             SandboxFileError: it would have more than `max_bytes`.
-            SandboxBusyError: a command runs.
+            SandboxBusyError: a command runs in a container.
         """
         return await self._ask(Operation.SNAPSHOT, wire.Snapshot(which=self._which, max_bytes=max_bytes), Snapshot)
 

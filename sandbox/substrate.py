@@ -11,7 +11,7 @@ the same whichever it is: `instance.py` has what sandboxes have in common.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.host import HostReport
@@ -61,11 +61,14 @@ class Substrates:
         """See `Substrate`."""
         return await self._start(next(iter(self._makers)))
 
-    async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None) -> Instance:
-        """See `Substrate`."""
+    async def create(
+        self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None, saved: bytes | None = None
+    ) -> Instance:
+        """See `Substrate`; `saved` is what `Instance.save` of a machine has returned, for substrates of machines."""
         if spec.substrate not in self._started:
             await self._start(spec.substrate)
-        return await self._started[spec.substrate].create(sandbox_id, spec, snapshot=snapshot)
+        more: dict[str, Any] = {"snapshot": snapshot} if saved is None else {"saved": saved}
+        return await self._started[spec.substrate].create(sandbox_id, spec, **more)
 
     async def close(self) -> None:
         """See `Substrate`."""

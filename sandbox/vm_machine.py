@@ -9,6 +9,7 @@ snapshots.
 import asyncio
 import contextlib
 import functools
+import hashlib
 import secrets
 import socket
 import time
@@ -26,6 +27,7 @@ from rollforward.sandbox.images import host_directories
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.instance import Instance
+from rollforward.sandbox.toolset import tool_source
 from rollforward.sandbox.types import SandboxSpec, SnapshotKind
 from rollforward.sandbox.vm import MIB, Given, Layout, guest_bytes
 from rollforward.sandbox.vm_cache import CACHE
@@ -274,8 +276,9 @@ def saved_data(saved: bytes, spec: SandboxSpec, layout: Layout) -> bytes:
 
 
 def spec_key(spec: SandboxSpec) -> str:
-    """Stands for what an agent is told of a spec."""
-    return msgspec.json.encode((spec.limits, spec.tools)).decode()
+    """Stands for what an agent is told of a spec: of a tool its text, wherever its file lies."""
+    tools = [(msgspec.structs.replace(tool, file=None), tool_source(tool)) for tool in spec.tools]
+    return hashlib.blake2b(msgspec.json.encode((spec.limits, tools)), digest_size=16).hexdigest()
 
 
 def _newness() -> dict[str, Any]:
