@@ -15,12 +15,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from rollforward.sandbox.bubblewrap import PROGRAMS as AGENT_PROGRAMS
 from rollforward.sandbox.bubblewrap import find_bubblewrap, interpreter
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.vm_cache import digest, file_digest, kept_digest, prepared
+from rollforward.sandbox.vm_cpio import Entry, write_cpio
 from rollforward.sandbox.vm_kernel import Kernel
 
 PROGRAMS: Final = (
@@ -44,7 +45,6 @@ _LEFT_OUT: Final = (
     "dist-packages",
     "lib2to3",
 )
-_TRAILER: Final = "TRAILER!!!"
 _UNCHECKED: Final = struct.pack("<IQ", 1, 0)
 _ROOM: Final = 1.08
 _SPARE_BYTES: Final = 4 << 20
@@ -81,7 +81,7 @@ def build(kernel: Kernel) -> Boot:
 
     def make(scratch: Path) -> None:
         with (scratch / "initial").open("wb") as out:
-            _write_cpio(out, dict(_entries(kernel, imports, sources)))
+            write_cpio(out, dict(_entries(kernel, imports, sources)))
 
     initial = prepared("initial", key, make) / "initial"
     booted = digest(kernel.version, kept_digest(initial))
@@ -261,55 +261,34 @@ _NAMES: Final = (
 )
 
 
-class _Entry(NamedTuple):
-    """A file or link of the initial file system."""
-
-    content: Path | bytes
-    """Where it is copied from, or what it holds or points to."""
-    mode: int
-
-
-def _entries(kernel: Kernel, imports: list[Path], sources: list[Path]) -> Iterator[tuple[str, _Entry]]:
+def _entries(kernel: Kernel, imports: list[Path], sources: list[Path]) -> Iterator[tuple[str, Entry]]:
     """(absolute name, entry) of everything in it; files of this machine keep their places."""
     python = interpreter()
     start = "import sys; sys.path.insert(0, '/program'); from rollforward.sandbox.inside.machine import main; main()"
     manifest = {"modules": [path.name for path in kernel.modules], "prefix": str(_prefix())}
-    yield "/init", _Entry(f"#!{python} -PsSB\n{start}\n".encode(), 0o100755)
-    yield "/manifest.json", _Entry(json.dumps(manifest).encode(), 0o100644)
-    yield python, _Entry(Path(python), 0o100755)
+    yield "/init", Entry(f"#!{python} -PsSB\n{start}\n".encode(), 0o100755)
+    yield "/manifest.json", Entry(json.dumps(manifest).encode(), 0o100644)
+    yield python, Entry(Path(python), 0o100755)
     for path in kernel.modules:
-        yield f"/drivers/{path.name}", _Entry(path, 0o100644)
+        yield f"/drivers/{path.name}", Entry(path, 0o100644)
     for path in sources:
         place = f"/program/rollforward/sandbox/inside/{path.name}"
-        yield place, _Entry(path, 0o100644)
+        yield place, Entry(path, 0o100644)
     for path in imports:
-        yield str(path), _Entry(path, 0o100755)
+        yield str(path), Entry(path, 0o100755)
         bytecode = Path(importlib.util.cache_from_source(str(path))) if path.suffix == ".py" else None
         if bytecode is not None and bytecode.is_file():
             # Not to be compared with the source, which has another time there: PEP 552's unchecked form.
             data = bytecode.read_bytes()
-            yield str(bytecode), _Entry(data[:4] + _UNCHECKED + data[16:], 0o100644)
+            yield str(bytecode), Entry(data[:4] + _UNCHECKED + data[16:], 0o100644)
         if ".so" in path.name:
             for link in path.parent.iterdir():  # the names that the loader looks for
                 if link.is_symlink() and link.resolve() == path:
-                    yield str(link), _Entry(path.name.encode(), 0o120777)
+                    yield str(link), Entry(path.name.encode(), 0o120777)
     for loader in Path("/lib64").glob("ld-linux*"):
-        yield f"{loader.parent.resolve()}/{loader.name}", _Entry(loader.resolve(), 0o100755)
+        yield f"{loader.parent.resolve()}/{loader.name}", Entry(loader.resolve(), 0o100755)
     for link in ("/lib", "/lib64"):
         if os.path.islink(link):
-            yield link, _Entry(os.readlink(link).encode(), 0o120777)
+            yield link, Entry(os.readlink(link).encode(), 0o120777)
     if os.path.isfile("/etc/ld.so.cache"):
-        yield "/etc/ld.so.cache", _Entry(Path("/etc/ld.so.cache"), 0o100644)
-
-
-def _write_cpio(out: IO[bytes], entries: dict[str, _Entry]) -> None:
-    """Write the kernel's format of initial file systems ("newc": see its Documentation, early-userspace)."""
-    parents = {str(parent) for name in entries for parent in Path(name).parents} - {"/"}
-    folders = {name: _Entry(b"", 0o040755) for name in sorted(parents) if name not in entries}
-    everything = [*folders.items(), *entries.items(), (f"/{_TRAILER}", _Entry(b"", 0))]
-    for number, (name, entry) in enumerate(everything, 1):
-        data = entry.content if isinstance(entry.content, bytes) else entry.content.read_bytes()
-        packed = name[1:].encode() + b"\0"
-        fields = (number, entry.mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(packed), 0)
-        header = b"070701" + b"".join(b"%08X" % field for field in fields)
-        out.write(header + packed + bytes(-(len(header) + len(packed)) % 4) + data + bytes(-len(data) % 4))
+        yield "/etc/ld.so.cache", Entry(Path("/etc/ld.so.cache"), 0o100644)

@@ -68,13 +68,13 @@ def test_out_of_memory_is_the_commands_own(world: MachineWorld, machine: Instanc
 
 def test_files_go_in_and_out_and_have_one_size(world: MachineWorld, machine: Instance) -> None:
     data = os.urandom(3 * MIB // 2)
-    world.do(machine.upload({"d/x": data, "/home/y": b""}))
-    assert world.do(machine.download(["d/x", "/home/y", "absent"], max_bytes=4 * MIB)) == {"d/x": data, "/home/y": b""}
+    world.do(machine.upload({"d/x": data, "d/y": b""}))
+    assert world.do(machine.download(["d/x", "d/y", "absent"], max_bytes=4 * MIB)) == {"d/x": data, "d/y": b""}
     with pytest.raises(SandboxFileError):
         world.do(machine.upload({"/etc/passwd": b"x"}))
     full = world.sh(machine, "head -c 9000000 /dev/zero > big")
     assert full.status == ExecStatus.DISK_FULL
-    world.sh(machine, "rm -r big d /home/y")
+    world.sh(machine, "rm -r big d d/y")
 
 
 def test_a_tool_is_called_and_a_key_runs_once(world: MachineWorld, machine: Instance) -> None:
@@ -122,7 +122,7 @@ COUNTER = "i=0; while :; do i=$((i+1)); echo $i > new; mv new count; sleep 0.1; 
 def test_a_saved_machine_goes_on_with_its_processes_wherever_it_is(world: MachineWorld) -> None:
     first = world.create()
     entropy = "head -c 16 /dev/urandom | md5sum"
-    world.sh(first, "echo kept > /home/file")
+    world.sh(first, "echo kept > file")
     running = world.loop.create_task(first.exec(ExecRequest(argv=("sh", "-c", COUNTER), wall_s=100.0)))
     while not int(world.sh(first, "cat count || echo 0").stdout):
         pass
@@ -135,7 +135,7 @@ def test_a_saved_machine_goes_on_with_its_processes_wherever_it_is(world: Machin
     assert all(0 < count < later + 100 for count in counts), (counts, later)
     for machine, count in zip(again, counts, strict=True):
         assert int(world.sh(machine, "sleep 0.5; cat count").stdout) > count
-        assert world.sh(machine, "cat /home/file").stdout == b"kept\n"
+        assert world.sh(machine, "cat file").stdout == b"kept\n"
         assert abs(int(world.sh(machine, "date +%s").stdout) - time.time()) < 10
         assert world.sh(machine, "true").status == ExecStatus.OK
     assert world.sh(again[0], entropy).stdout != world.sh(again[1], entropy).stdout
