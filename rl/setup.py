@@ -185,7 +185,10 @@ def _sandbox_use(task: TaskConfig) -> SandboxUse | None:
     if not task.keeps_sandbox:
         return None
     return SandboxUse(
-        submission=task.submission, max_submission_bytes=task.max_submission_bytes, max_tool_s=task.max_tool_s
+        substrate=task.kept_substrate,
+        submission=task.submission,
+        max_submission_bytes=task.max_submission_bytes,
+        max_tool_s=task.max_tool_s,
     )
 
 

@@ -302,6 +302,7 @@ class AgentSessions:
                 seconds = _logged_seconds(view)
         tools, saboteur = self._settings.tasks[turn.task].tools, self._saboteur(turn.seed)
         spec = SandboxSpec(
+            substrate=self._use(turn.task).substrate,
             image=turn.workspace.image,
             limits=self._settings.container.limits,
             tools=tools,

@@ -16,12 +16,14 @@ import numpy as np
 from rollforward.model.messages import ReasoningEffort
 from rollforward.rollout.types import ArrayRecord, FailureType, Int32Array, Request, RequestId
 from rollforward.rollout.workspace import Submission
-from rollforward.sandbox.config import SandboxConfig, ToolConfig
+from rollforward.sandbox.config import KeptSubstrate, SandboxConfig, ToolConfig
 
 
 class SandboxUse(msgspec.Struct, frozen=True, kw_only=True):
     """What completions of a task do with the sandbox that each of them keeps."""
 
+    substrate: KeptSubstrate = "container"
+    """What isolates it."""
     submission: tuple[str, ...] = ()
     """Files that are taken out at the end."""
     max_submission_bytes: int = 1 << 20

@@ -27,6 +27,10 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A longer answer loses its middle."""
 
 
+KeptSubstrate = Literal["container", "microvm", "fullvm"]
+"""What isolates a sandbox that lasts (`substrate.py`)."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one sandbox, and one command in it, may use up."""
 
@@ -139,4 +143,4 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 120.0
     """Seconds in which a warm process must be ready, its tools imported."""
     container: ContainerConfig = ContainerConfig()
-    """Sandboxes of tasks whose `substrate` is `container`."""
+    """Sandboxes of tasks whose `substrate` is `container`, `microvm` or `fullvm`."""

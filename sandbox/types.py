@@ -1,11 +1,11 @@
 """Records of calls and commands: what is asked of a sandbox and what comes back. Their bytes are the substrates'."""
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from rollforward.sandbox.config import Limits, ToolConfig
+from rollforward.sandbox.config import KeptSubstrate, Limits, ToolConfig
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox is made of. Two that are equal are as good as each other."""
 
-    substrate: Literal["container", "microvm", "fullvm"] = "container"
+    substrate: KeptSubstrate = "container"
     """What isolates it; `substrate.py` says how."""
     image: str = "host"
     """Name of an image of the configuration; `host` is this machine's /usr, read-only, and its Python."""

@@ -20,7 +20,7 @@ from rollforward.rl.tasks.reward_config import (
     reward_parts,
     unit_test_reward,
 )
-from rollforward.sandbox.config import ToolConfig
+from rollforward.sandbox.config import KeptSubstrate, ToolConfig
 
 
 class LengthPenalty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,9 +59,10 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     max_calls_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 16
     """Calls that one turn may have. Of a turn with more none is made, and the model is told so."""
-    substrate: Literal["function", "container"] = "function"
+    substrate: Literal["function"] | KeptSubstrate = "function"
     """Where tools run. `function`: every call in a process of its own, and nothing is kept between two. `container`: in
-    a sandbox that the completion keeps from its first call to its last, files and all (`sandbox.container`).
+    a sandbox that the completion keeps from its first call to its last, files and all (`sandbox.container`). `microvm`
+    and `fullvm`: likewise, in a virtual machine with a kernel of its own; what is said of `container` holds for them.
     """
     image: str = "host"
     """(`container`) What the sandbox is made of, where a question does not say so itself: `host` or a name of
@@ -99,13 +100,18 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def keeps_sandbox(self) -> bool:
         """Whether its completions keep a sandbox of their own."""
-        return self.substrate == "container"
+        return self.substrate != "function"
+
+    @property
+    def kept_substrate(self) -> KeptSubstrate:
+        """What isolates the sandboxes that its completions keep, and those in which these are judged."""
+        return "container" if self.substrate == "function" else self.substrate
 
     def _check_substrate(self) -> None:
         if self.keeps_sandbox and not self.tools:
             raise ValueError(
-                f"task {self.name}: substrate is container, but the task has no tools, so that nothing could be done in"
-                " its sandbox. Set tools, or leave substrate out"
+                f"task {self.name}: substrate is {self.substrate}, but the task has no tools, so that nothing could be"
+                " done in its sandbox. Set tools, or leave substrate out"
             )
         if not self.keeps_sandbox and self.submission:
             raise ValueError(
@@ -348,7 +354,7 @@ class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     names, and submit it, or twice it. Hidden tests put numbers in.
     """
 
-    substrate: Literal["function", "container"] = "container"
+    substrate: Literal["function"] | KeptSubstrate = "container"
     tools: tuple[ToolConfig, ...] = (ToolConfig(name="read_file"), ToolConfig(name="submit"))
     submission: tuple[str, ...] = ("answer.txt",)
     max_submission_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 4096

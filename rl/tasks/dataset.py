@@ -99,7 +99,9 @@ class DatasetTask:
         self._fingerprint = digest.hexdigest()
         tests = unit_test_reward(config.reward)
         if tests is not None:
-            self._test_judge = UnitTestJudge(tests, grader or Grader(ContainerConfig()), owner=self._owner)
+            self._test_judge = UnitTestJudge(
+                tests, grader or Grader(ContainerConfig()), owner=self._owner, substrate=config.kept_substrate
+            )
         self._judges = {name: self._build_judge(reward) for name, reward in self._verifiers().items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
