@@ -9,8 +9,10 @@ its end in time, and are emulated (TCG) elsewhere; `platform` of a sandbox says 
   alone, has no network, no capability and few system calls; whoever gets out of the machine is in there.
 - Inside, the guest's kernel stands between a command and the agent. Who takes it over can answer in the agent's place:
   make results up, or say that memory ran out, or end the sandbox. It gets nobody else's sandbox, and none of the host.
-- Memory and processors are shared by timing, and with TCG nothing defends against what a processor speculates.
 - Computing time: an emulator computes as much as one processor, until the command's deadline.
+- Timing: who shares the processor can be measured, and under TCG nothing defends against what a processor speculates.
+- Commands of one sandbox from each other: they are one user and share files and the loopback network.
+- Where the host's user is not root, the emulator is that user, and sees no file of his but this Python.
 - The image `host` shows this machine's Python and its usual programs, not all of /usr.
 - Two sandboxes of one state begin with the same memory: addresses of the guest's kernel are no secret between them.
   Random numbers, clock and identity are each one's own.

@@ -96,6 +96,7 @@ class InContainer:
     def __init__(self, world: World | MachineWorld, *, is_call: bool, limits: Limits = LIMITS) -> None:
         self.world, self.is_call, self.limits = world, is_call, limits
         self.is_slow = isinstance(world, MachineWorld)
+        self.is_on_disk = isinstance(world, MachineWorld) and world.name == "fullvm"
         self.name = "call" if is_call else "command"
         self._container: Instance | None = None
 
