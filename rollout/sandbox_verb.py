@@ -23,6 +23,8 @@ from rollforward.sandbox.command_log import (
     BLOBS_NAME,
     COMMANDS_NAME,
     LOG_SUFFIX,
+    PREPARED_NAME,
+    SNAPSHOTS_NAME,
     LogView,
     is_trajectory,
     log_path,
@@ -179,7 +181,16 @@ async def _replayed(path: Path, config: ContainerConfig, masks: Masks) -> Replay
     await transport.start()
     view, blobs = read_log(path), BlobStore(path.parent / BLOBS_NAME, sync=False)
     async with SandboxClient([transport], config, owner=f"replay of {view.trajectory}") as client:
-        return await replay(client, view, blobs, config=config, masks=masks)
+        return await replay(client, view, blobs, config=config, masks=masks, begin=_beginning(view, path))
+
+
+def _beginning(view: LogView, path: Path) -> bytes:
+    """The state that a trajectory began with; nothing where it began with its files alone."""
+    record = view.history.begin
+    if record is None:
+        return b""
+    place = path.parent / (PREPARED_NAME if record.is_shared else f"{SNAPSHOTS_NAME}/{view.trajectory}")
+    return BlobStore(place, sync=False).get(record.data)
 
 
 def _config(run_dir: Path) -> ContainerConfig:
