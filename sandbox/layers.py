@@ -188,7 +188,7 @@ class LayerStore:
             return removed
         self._prepare()
         for info in self.infos():
-            if info.is_held or time.time() - info.used_unix_s < unused_s:
+            if time.time() - info.used_unix_s < unused_s:
                 continue
             lock = _lock(self.directory / "locks" / info.digest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock is None:

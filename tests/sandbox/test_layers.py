@@ -202,6 +202,7 @@ HOSTILE: dict[str, tuple[Sequence[tuple[tarfile.TarInfo, bytes]], str]] = {
         "max_files",
     ),
     "deep by itself": ([member("/".join(["d"] * 1990) + f"/{n}/x") for n in range(20)], "max_files"),
+    "many bytes of nothing": ([member(f".wh..wh.{n}", b"x" * MIB) for n in range(5)], "max_bytes"),
     "many names of one": (
         [member("f", b"x" * MIB), *(link(f"g{n}", "f", is_hard=True) for n in range(5))],
         "max_bytes",
@@ -260,8 +261,10 @@ def test_long_headers_and_bombs_are_refused_before_they_are_held(
         file.write(info.tobuf())
         for _ in range(64):
             file.write(bytes(MIB))
-    with pytest.raises(LayerError, match="max_bytes"):
-        one(store, saved(tmp_path, zeros.getvalue()))
+    behind = tar(member("a")) + bytes(64 * MIB)
+    for bomb in (zeros.getvalue(), gzip.compress(behind, 1), zstd(behind)):
+        with pytest.raises(LayerError, match="max_bytes"):
+            one(store, saved(tmp_path, bomb))
     assert max(most) <= MIB + 512
     assert not list((store.directory / "making").iterdir())
 
@@ -400,9 +403,30 @@ def pipe_blob(layout: Layout) -> None:
     os.mkfifo(path)
 
 
+def another_manifest(layout: Layout) -> None:
+    """Of the same length, and as good as the first."""
+    path = layout.path / "blobs" / "sha256" / layout.manifests[0]["digest"].removeprefix("sha256:")
+    path.write_bytes(path.read_bytes().replace(b"octet-stream", b"octet-strean"))
+
+
+def another_layer(layout: Layout) -> None:
+    """As the manifest says, and not as the configuration does."""
+    layout.manifests.clear()
+    blob, config = layout.blob(tar(member("evil"))), layout.json({"rootfs": {"diff_ids": ["sha256:" + "0" * 64]}}, "")
+    layout.write([layout.json({"config": config, "layers": [blob]}, "")])
+
+
+def fewer_layers(layout: Layout) -> None:
+    blob, config = layout.blob(tar(member("evil"))), layout.json({"rootfs": {"diff_ids": []}}, "")
+    layout.write([layout.json({"config": config, "layers": [blob]}, "")])
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
+        (another_manifest, "it is damaged"),
+        (another_layer, "and the image says"),
+        (fewer_layers, "1 layers and its configuration 0"),
         (damage_blob, "damaged"),
         (swap_blob, "it is damaged"),
         (with_digest("sha256:../../../../etc/passwd"), "is no digest"),

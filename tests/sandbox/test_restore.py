@@ -220,8 +220,11 @@ def test_a_sandbox_that_dies_inside_a_command_is_restored_and_the_command_runs_o
 def test_restores_without_progress_come_to_an_end(trajectory: Trajectory) -> None:
     trajectory.config = RESTORE
 
+    strikes: list[str] = []
+
     async def strike(key: str, sandbox: Sandbox) -> None:
         if key == "t1c0":
+            strikes.append(sandbox.id)
             await sandbox.close()
 
     async def whole(session: Session) -> str:
@@ -231,6 +234,7 @@ def test_restores_without_progress_come_to_an_end(trajectory: Trajectory) -> Non
         return result.detail
 
     assert f"attempts={RESTORE.attempts}" in trajectory.live(whole, saboteur=strike)
+    assert len(strikes) == len({*strikes}) == 1 + RESTORE.attempts
     assert trajectory.alive() == []
 
 
