@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from rollforward.sandbox import vm, vm_cache, vm_image, vm_state
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.qcow2 import empty_disk
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import Given, Layout
@@ -33,6 +34,8 @@ _TAG: Final = "state"
 _FICLONE: Final = 0x4004_9409
 _LEAST_BYTES: Final = 1 << 20
 _BLOCK_BYTES: Final = 4096
+_BYTES_OF_A_FILE: Final = 1024
+"""A disk has no place for more files than one for so many bytes."""
 _COPY_BYTES: Final = 1 << 26
 _MAX_DISKS: Final = 24
 
@@ -128,6 +131,10 @@ class FullVmSubstrate(MachineSubstrate[FullVm, int]):
 
     kind = "fullvm"
 
+    def __init__(self, images: Images, *, label: str, max_sandboxes: int) -> None:
+        super().__init__(images, label=label, max_sandboxes=max_sandboxes)
+        self._bases: dict[tuple[int, int], str] = {}
+
     def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
         """See `MachineSubstrate`."""
         disks = self.disks(spec.image)
@@ -137,13 +144,15 @@ class FullVmSubstrate(MachineSubstrate[FullVm, int]):
                 " some"
             )
         size = -(-max(spec.limits.disk_bytes, _LEAST_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
-        private = (size, spec.limits.files)
+        private = (size, min(spec.limits.files, size // _BYTES_OF_A_FILE))
+        if private not in self._bases:
+            self._bases[private] = str(vm_image.build_empty(*private))
         return Layout(self.program, accelerator, vm.guest_bytes(spec), disks, self.booted_with.key, private)
 
     def new(self, sandbox_id: str, spec: SandboxSpec, layout: Layout, make_group: Any, forget: Any) -> FullVm:
         """See `MachineSubstrate`."""
         machine = FullVm(sandbox_id, spec, layout, make_group, forget)
-        machine.base = str(vm_image.build_empty(*layout.private_disk))
+        machine.base = self._bases[layout.private_disk]
         return machine
 
     async def boot(self, machine: FullVm, template: WarmTemplate, boot: vm_image.Boot) -> int:

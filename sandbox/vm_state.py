@@ -81,6 +81,14 @@ def last_line(console: int) -> str:
     return next((line.strip() for line in reversed(data.splitlines()) if line.strip()), "")
 
 
+def copy(memory: int, size: int) -> int:
+    """A descriptor of a copy of a machine's memory that can be written."""
+    descriptor = memory_file(size)
+    for start, data in _runs(memory):
+        os.pwrite(descriptor, data, start)
+    return descriptor
+
+
 def keep(state: State, home: Path) -> None:
     """Write a state into a directory.
 

@@ -78,7 +78,7 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         template = await self._warm()
         layout, state = await self._state(template, spec)
         data = None if saved is None else saved_data(saved, spec, layout)
-        machine = self._machine(sandbox_id, spec, layout)
+        machine = self.make(sandbox_id, spec, layout)
         machine.platform = f"{spec.substrate} ({layout.accelerator})"
         try:
             if data is None:
@@ -184,7 +184,12 @@ class MachineSubstrate(Generic[MachineT, StateT]):
                 self._template = template
             return self._template
 
-    def _machine(self, sandbox_id: str, spec: SandboxSpec, layout: Layout) -> MachineT:
+    def make(self, sandbox_id: str, spec: SandboxSpec, layout: Layout) -> MachineT:
+        """A machine with a user and a control group, that nothing runs of yet; it is in the substrate's care.
+
+        Raises:
+            SandboxUnavailableError: there is no room for it.
+        """
         if not self._users:
             raise SandboxUnavailableError("sandbox: there is no room for another machine; kill one first")
         uid = self._users.pop()
@@ -226,7 +231,7 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         if (home := await asyncio.to_thread(vm_cache.found, self.kind, key)) is not None:
             return await asyncio.to_thread(self.load, home, layout)
         self._number += 1
-        machine = self._machine(f"boot-{self._number}", spec, layout)
+        machine = self.make(f"boot-{self._number}", spec, layout)
         try:
             state = await self.boot(machine, template, self._boot)
         finally:
