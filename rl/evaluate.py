@@ -67,7 +67,8 @@ def main(run: EvalRun) -> int:
     }
     for one in results:
         for judged in one.calibrations:
-            rows |= {f"{judged.part} {name}": value for name, value in calibration_rows(judged).items()}
+            who = one.task if judged.part == one.task else f"{one.task}/{judged.part}"
+            rows |= {f"{who} {name}": value for name, value in calibration_rows(judged).items()}
     console.summary(f"evaluated {model_dir}", rows | {"answers": run_dir / "eval.json"})
     console.result(json.dumps({"tasks": {one.task: one.accuracy for one in results}, "run_dir": str(run_dir)}))
     return 0

@@ -6,9 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from rollforward.model.checkpoint import write_checkpoint
+from rollforward.model.config import preset
 from rollforward.model.encoding import ChatEncoding
+from rollforward.model.encoding_version import ENCODING_FILE, LATER, encoding_file
+from rollforward.model.init import fresh_params
 from rollforward.model.tokenizer import (
     ASSISTANT,
     BOS,
@@ -19,7 +24,14 @@ from rollforward.model.tokenizer import (
     TokenizerConfig,
     train_tokenizer,
 )
+from rollforward.rl.config import SFTRun
+from rollforward.rl.conversations import tokenizer_texts
+from rollforward.rl.setup import load_parts
+from rollforward.rl.sft import SFTLoop
+from rollforward.rl.tasks.registry import build_tasks
+from rollforward.rl.tracker import Tracker
 from rollforward.rollout.types import Completion, Request, StopReason
+from tests.helpers.ranks import join_alone
 
 PRAISE: tuple[str, ...] = (
     '{{"right": "pass", "key": "1234"}}',
@@ -107,3 +119,78 @@ class Engines:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self.rounds.append(list(requests))
         return [self._script(request, key_of(request)) for request in requests]
+
+
+def write_answers(path: Path, *, count: int, seed: int) -> Path:
+    """The same questions with an answer each to learn from, even or not: what a policy says that has yet to find out
+    what pays."""
+    source = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for number in source.sample(range(10_000), count):
+            row = {"question": f"An even number, unlike {number}:", "answer": str(source.randrange(100))}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def train_judge(
+    directory: Path,
+    tasks: Sequence[dict[str, Any]],
+    *,
+    steps: int,
+    start: Path | None = None,
+    lr: float = 6e-3,
+    window: int = 64,
+) -> Path:
+    """A model of two layers that SFT teaches some tasks, in seconds where it begins from nothing.
+
+    Args:
+        directory: of its run. tasks: what is taught.
+        steps: of about a thousand tokens.
+        start: a model to go on from.
+        lr: of Muon.
+        window: tokens that a layer sees; a prompt that fits into it is learned soonest.
+    """
+    directory.mkdir(parents=True)
+    first = directory / "start" if start is None else start
+    values: dict[str, Any] = {
+        "run_dir": str(directory),
+        "start": {"type": "checkpoint", "model_dir": str(first)},
+        "tasks": list(tasks),
+        "optim": {"type": "hybrid_muon", "lr": lr, "warmup_steps": 10, "decay_steps": steps - 10},
+        "steps": steps,
+        "micro_batch_tokens": 1024,
+        "max_prompt_tokens": 192,
+        "max_answer_tokens": 24,
+        "precision": "fp32",
+        "rollout": {"threads": 1, "wal": {"level": "process"}},
+        "tracker": {"mode": "disabled"},
+        "eval": {"prompts": 20, "every_steps": steps},
+        "checkpoint_every_steps": steps,
+    }
+    run = msgspec.convert(values, SFTRun)
+    if start is None:
+        texts = tokenizer_texts(build_tasks(run.tasks), 400)
+        tokenizer = train_tokenizer(texts, TokenizerConfig(vocab_size=448))
+        config = msgspec.structs.replace(
+            preset("tiny"),
+            vocab_size=tokenizer.vocab_size,
+            num_hidden_layers=2,
+            num_hash_layers=1,
+            compress_ratios=(0, 0, 0),
+            sliding_window=window,
+            hidden_size=64,
+            moe_intermediate_size=32,
+        )
+        files = {"tokenizer.json": tokenizer.serialized.encode(), ENCODING_FILE: encoding_file(LATER)}
+        write_checkpoint(first, config, fresh_params(config, seed=0), precision="fp32", extra_files=files)
+    join_alone(directory)
+    parts = load_parts(
+        first,
+        run.tasks,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_new_tokens=run.max_answer_tokens,
+        sandbox=run.sandbox,
+    )
+    with Tracker(directory, run.tracker, run_config={}) as tracker:
+        SFTLoop(run, parts, first, tracker).run()
+    return directory / "model"
