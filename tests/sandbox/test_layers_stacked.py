@@ -5,22 +5,29 @@ that a snapshot is restored on its own layers alone. Where a form's program is m
 squashfs-tools) or the kernel cannot mount it, its tests skip and say so.
 """
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollforward.sandbox import images as images_module
 from rollforward.sandbox import layers_files
+from rollforward.sandbox.client import SandboxClient, SocketTransport
 from rollforward.sandbox.config import LayersConfig
 from rollforward.sandbox.errors import LayerError, SandboxFileError, SandboxUnavailableError
+from rollforward.sandbox.homes import Home
 from rollforward.sandbox.images import Images
+from rollforward.sandbox.layers import LayerStore
 from rollforward.sandbox.layers_files import FileKind, Mounting
-from rollforward.sandbox.types import SandboxSpec, Snapshot, SnapshotKind
+from rollforward.sandbox.types import ExecRequest, SandboxSpec, Snapshot, SnapshotKind
 from tests.helpers.archives import Layout, folder, link, member, tar
 from tests.helpers.containers import World
+from tests.helpers.sandboxes import wait_for
 from tests.helpers.supervisors import mount_count
+from tests.helpers.trajectories import CONFIG, supervised
 
 
 def usable(kind: FileKind) -> None:
@@ -167,3 +174,33 @@ def test_the_probe_really_mounts() -> None:
     else:
         assert found.report == f"{found.kind} files, mounted"
         assert os.geteuid() == 0
+
+
+def test_a_supervisor_holds_its_layers_while_it_lives(tmp_path: Path, images: dict[str, tuple[str, ...]]) -> None:
+    layers = LayersConfig(dir=str(tmp_path / "store"))
+    settings = msgspec.structs.replace(CONFIG, warm=0, images=images, layers=layers)
+
+    async def ask(home: Home) -> bytes:
+        async with SandboxClient([SocketTransport(home.socket)], settings, owner="test") as client:
+            sandbox = await client.create("stacked", SandboxSpec(image="v2"))
+            await sandbox.upload({"more": b"more"})
+            fork = await sandbox.fork("forked", max_bytes=1 << 20)
+            said = await fork.exec(ExecRequest(argv=("sh", "-c", "cat /etc/toolkit given more")))
+            return said.stdout
+
+    with supervised(settings) as home:
+        assert asyncio.run(ask(home)) == b"2givenmore"
+        with LayerStore(layers) as store:
+            assert store.collect(unused_s=0.0) == []
+    with LayerStore(layers) as store:
+        removed: set[str] = set()
+        wait_for(lambda: len(removed.update(info.digest for info in store.collect(unused_s=0.0)) or removed) == 4)
+
+
+def test_a_layer_that_cannot_be_used_is_said_by_whoever_starts_a_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "evil.tar").write_bytes(tar(member("../out")))
+    layers = LayersConfig(dir=str(tmp_path / "store"))
+    settings = msgspec.structs.replace(CONFIG, images={"evil": (str(tmp_path / "evil.tar"),)}, layers=layers)
+    field = r"sandbox\.container\.images\.evil: layer .*evil\.tar: '\.\./out' leaves the layer"
+    with pytest.raises(LayerError, match=field), supervised(settings):
+        pytest.fail("it started")
