@@ -212,6 +212,7 @@ class Pool:
                 instance=box.record.instance,
                 owner=box.record.owner,
                 spec=box.spec,
+                platform=box.sandbox.platform,
                 age_s=now_s - box.made_s,
                 lease_s=0.0 if box.deadline is None else box.deadline.left_s,
             )

@@ -207,6 +207,8 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who created or adopted it last."""
     spec: SandboxSpec
     """What it was made of."""
+    platform: str
+    """What isolates it here: its substrate, and of a virtual machine what runs its processor, kvm or tcg."""
     age_s: float
     """Seconds since it was created."""
     lease_s: float

@@ -23,15 +23,20 @@ _NEEDED = {"qemu-system-x86_64": "qemu-system-x86", "mke2fs": "e2fsprogs", "dpkg
 _SUBSTRATES = {"microvm": MicroVmSubstrate, "fullvm": FullVmSubstrate}
 
 
+def need_machines() -> None:
+    """A skip that names the package, where a tool is missing that machines need."""
+    for tool, package in _NEEDED.items():
+        if shutil.which(tool) is None and shutil.which(tool, path="/usr/sbin:/sbin") is None:
+            pytest.skip(f"{tool} is not installed (Debian package {package})")
+
+
 class MachineWorld:
     """A substrate of machines, its event loop, and short words for what tests do with it. A context manager."""
 
     def __init__(
         self, substrate: str, tools: Sequence[ToolConfig] = (), images: dict[str, tuple[str, ...]] | None = None
     ) -> None:
-        for tool, package in _NEEDED.items():
-            if shutil.which(tool) is None and shutil.which(tool, path="/usr/sbin:/sbin") is None:
-                pytest.skip(f"{tool} is not installed (Debian package {package})")
+        need_machines()
         self.loop = asyncio.new_event_loop()
         self.name, self.tools, self.number = substrate, tuple(tools), 0
         self.substrate = _SUBSTRATES[substrate](

@@ -12,11 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollforward.sandbox.config import Limits
 from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.instance import Instance
-from rollforward.sandbox.types import CallStatus, ExecRequest, ExecStatus, SandboxSpec
-from rollforward.sandbox.vm import guest_bytes
+from rollforward.sandbox.types import CallStatus, ExecRequest, ExecStatus
 from tests.helpers.containers import SMALL
 from tests.helpers.machines import MachineWorld
 from tests.helpers.sandboxes import is_gone, tools_in
@@ -234,14 +232,3 @@ async def _wait(running: object) -> object:
 def test_an_image_that_is_not_there_is_said(world: MachineWorld) -> None:
     with pytest.raises(SandboxUnavailableError, match="nowhere"):
         world.create(image="nowhere")
-
-
-def test_few_sizes_of_machines_hold_all_limits() -> None:
-    sizes = {
-        guest_bytes(SandboxSpec(limits=Limits(memory_bytes=memory * MIB, disk_bytes=disk * MIB)))
-        for memory in range(16, 600, 8)
-        for disk in (1, 4, 64)
-    }
-    assert len(sizes) < 14
-    assert all(size % (64 * MIB) == 0 for size in sizes)
-    assert guest_bytes(SandboxSpec(limits=Limits(memory_bytes=512 * MIB, disk_bytes=64 * MIB))) >= (512 + 128) * MIB
