@@ -109,7 +109,7 @@ def load_parts(
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     grader = Grader(sandbox.container)
     tasks = build_tasks(task_configs, grader)
-    judges = load_judges(task_configs, encoding)
+    judges = load_judges(task_configs, encoding, config)
     environment = _environment(model_dir, task_configs, sandbox)
     return Parts(
         model_config=config,

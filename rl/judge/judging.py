@@ -159,7 +159,7 @@ class Judging:
         seed = request_seed(self._run_seed, answered.step, answered.prompt, answered.member, number)
         key, order = quoting_key(seed, ask.question, ask.answer), criteria_order(ask.reward, seed)
         ids = self._prompt_ids(case, ask.answer, key, order)
-        limit = seat.max_tokens - ask.reward.max_verdict_tokens - _OTHER_JUDGEMENTS_TOKENS
+        limit = _limit(ask.reward, seat.max_tokens)
         if len(ids) > limit and not case.judgements:
             if (least := len(self._prompt_ids(case, "", key, order))) > limit:
                 raise TaskError(
@@ -182,6 +182,33 @@ class Judging:
         ask = case.ask
         messages = judge_messages(ask.reward, ask.question, answer, key=key, order=order)
         return case.seat.encoding.encode_prompt(messages, ask.reward.effort)
+
+
+def check_room(task: str, reward: RubricReward, encoding: ChatEncoding, max_tokens: int) -> None:
+    """Refuse a rubric that leaves no room for a question.
+
+    Args:
+        task: its name.
+        reward: the rubric and the length of its verdicts.
+        encoding, max_tokens: of the judge's model.
+
+    Raises:
+        TaskError: it is too long.
+    """
+    order = criteria_order(reward, 0)
+    messages = judge_messages(reward, "", "", key=quoting_key(0), order=order)
+    num_tokens, limit = len(encoding.encode_prompt(messages, reward.effort)), _limit(reward, max_tokens)
+    if num_tokens >= limit:
+        raise TaskError(
+            f"task {task}: the rubric alone has {num_tokens} tokens; with max_verdict_tokens ="
+            f" {reward.max_verdict_tokens} and {_OTHER_JUDGEMENTS_TOKENS} to spare the judge's model takes {limit} and"
+            " an answer besides. Shorten the criteria, lower max_verdict_tokens, or name a judge with more positions"
+        )
+
+
+def _limit(reward: RubricReward, max_tokens: int) -> int:
+    """Tokens that the prompt of a first judgement may have."""
+    return max_tokens - reward.max_verdict_tokens - _OTHER_JUDGEMENTS_TOKENS
 
 
 def _said(completion: Completion, case: _Case, key: str) -> Verdict | VerdictFailure:

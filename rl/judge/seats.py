@@ -21,7 +21,7 @@ from rollforward.model.config import ModelConfig
 from rollforward.model.encoding import ChatEncoding
 from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.judge.config import ActorJudge, Judge, ModelJudge
-from rollforward.rl.judge.judging import Generate, Judging, Seat
+from rollforward.rl.judge.judging import Generate, Judging, Seat, check_room
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.reward_config import RubricReward
 from rollforward.rollout.config import RolloutConfig
@@ -90,30 +90,31 @@ class JudgeEngines(Protocol):
         ...
 
 
-def load_judges(task_configs: Sequence[TaskConfig], encoding: ChatEncoding) -> tuple[JudgeModel, ...]:
+def load_judges(
+    task_configs: Sequence[TaskConfig], encoding: ChatEncoding, model_config: ModelConfig
+) -> tuple[JudgeModel, ...]:
     """Load what the judges of tasks need besides weights, and see that they can be asked as configured.
 
     Args:
         task_configs: of the run.
-        encoding: of the policy, which may judge too.
+        encoding, model_config: of the policy, which may judge too.
 
     Raises:
         ModelDirectoryError: a judge's tokenizer and model do not belong together.
         ConfigError, TokenizerError, CheckpointError: a file of its directory is absent, unusable or changed.
         EncodingError: a judge's encoding does not know the effort that it is asked with.
+        TaskError: a rubric and its verdicts alone are longer than the judge's model takes.
     """
     named = dict.fromkeys(judge for task in task_configs for judge in task.judges)
     models = {judge: _load(f"judge-{index}", judge) for index, judge in enumerate(named)}
-    for reward in rubric_rewards(task_configs):
-        asked = encoding if isinstance(reward.judge, ActorJudge) else models[reward.judge].encoding
-        asked.check_effort(reward.effort)
+    for task in task_configs:
+        for reward in (part.reward for part in task.reward_parts if isinstance(part.reward, RubricReward)):
+            model = None if isinstance(reward.judge, ActorJudge) else models[reward.judge]
+            asked = encoding if model is None else model.encoding
+            asked.check_effort(reward.effort)
+            positions = (model_config if model is None else model.model_config).max_position_embeddings
+            check_room(task.name, reward, asked, positions)
     return tuple(models.values())
-
-
-def rubric_rewards(task_configs: Sequence[TaskConfig]) -> list[RubricReward]:
-    """Return the rewards by which models judge, in the order of the tasks."""
-    parts = [part.reward for task in task_configs for part in task.reward_parts]
-    return [reward for reward in parts if isinstance(reward, RubricReward)]
 
 
 def publish_judge(model: JudgeModel, run_dir: Path) -> tuple[Path, WeightsManifest]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollforward.model.tokenizer import ASSISTANT
 from rollforward.rl.errors import TaskError
 from rollforward.rl.judge.config import ActorJudge, ModelJudge
-from rollforward.rl.judge.judging import Ask, Judged, Judging, Seat
+from rollforward.rl.judge.judging import Ask, Judged, Judging, Seat, check_room
 from rollforward.rl.judge.types import Verdict, VerdictFailure, VerdictProblem
 from rollforward.rl.tasks.reward_config import RubricReward
 from rollforward.rollout.types import Completion, FailureType, Request, RequestId, StopReason, request_seed
@@ -164,6 +164,14 @@ def test_an_answer_too_long_for_the_judge_is_said_to_be_so_and_not_asked() -> No
 def test_a_question_too_long_for_the_judge_is_an_error() -> None:
     with pytest.raises(TaskError, match=r"rubric and question of s2-p5-m0 alone have .* Shorten them"):
         judge([ask()], lambda request, _: verdict(request), max_tokens=400)
+
+
+def test_a_rubric_without_room_is_refused_before_anything_starts() -> None:
+    check_room("t", reward(), ENCODING, 4096)
+    with pytest.raises(TaskError, match=r"task t: the rubric alone has \d+ tokens.*Shorten the criteria"):
+        check_room("t", reward(), ENCODING, 400)
+    with pytest.raises(TaskError, match="max_verdict_tokens = 4096"):
+        check_room("t", reward(max_verdict_tokens=4096), ENCODING, 4096)
 
 
 def test_nothing_to_judge_asks_nobody() -> None:
