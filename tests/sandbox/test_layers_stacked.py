@@ -2,7 +2,7 @@
 
 Proves that all forms show the same, that a layer is stored once whoever stacks it, that nothing of a mount is left, and
 that a snapshot is restored on its own layers alone. Where a form's program is missing (Debian: erofs-utils,
-squashfs-tools) or the kernel cannot mount it, its tests skip and say so.
+squashfs-tools) its test skips and says so.
 """
 
 import asyncio
@@ -30,23 +30,20 @@ from tests.helpers.supervisors import mount_count
 from tests.helpers.trajectories import CONFIG, supervised
 
 
-def usable(kind: FileKind) -> None:
-    """Skips where the machine cannot mount files of a kind."""
-    try:
-        layers_files.find_program(kind)
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-    if reason := layers_files._mounts(kind):  # pyright: ignore[reportPrivateUsage]
-        pytest.skip(f"{kind}: {reason}")
-
-
 @pytest.fixture(params=["directories", "erofs", "squashfs"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    kind = None if request.param == "directories" else request.param
+    """How layers are shown; directories too where the kernel cannot mount such a file."""
+    kind: FileKind | None = None if request.param == "directories" else request.param
     if kind is not None:
-        usable(kind)
-    monkeypatch.setattr(images_module, "probe", lambda: Mounting(kind, request.param))
-    return request.param
+        try:
+            layers_files.find_program(kind)
+        except SandboxUnavailableError as error:
+            pytest.skip(str(error))
+        if layers_files._mounts(kind):  # pyright: ignore[reportPrivateUsage]
+            kind = None
+    shown = kind or "directories"
+    monkeypatch.setattr(images_module, "probe", lambda: Mounting(kind, shown))
+    return shown
 
 
 def programs() -> list[tuple[str, bytes, int]]:
