@@ -232,3 +232,27 @@ async def _wait(running: object) -> object:
 def test_an_image_that_is_not_there_is_said(world: MachineWorld) -> None:
     with pytest.raises(SandboxUnavailableError, match="nowhere"):
         world.create(image="nowhere")
+
+
+@pytest.mark.parametrize("substrate", ["microvm", "fullvm"])
+def test_layers_are_stacked_and_belong_to_nobody_inside(substrate: str, tmp_path: Path) -> None:
+    for name, text in (("low", "low"), ("high", "high")):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data/both").write_text(text, encoding="utf-8")
+        (tmp_path / name / f"data/{name}").write_text(name, encoding="utf-8")
+    images = {"stacked": (str(tmp_path / "low"), str(tmp_path / "high"))}
+    with MachineWorld(substrate, tools_in(tmp_path), images) as world:
+        machine = world.create(image="stacked")
+        paths = ["/data/both", "/data/low", "/data/high"]
+        found = world.do(machine.download(paths, max_bytes=MIB))
+        assert found == {"/data/both": b"high", "/data/low": b"low", "/data/high": b"high"}
+        with pytest.raises(SandboxFileError):
+            world.do(machine.upload({"/data/both": b"mine"}))
+        seen = world.call(
+            machine, "run", code="answer = str([os.path.exists('/usr/bin/python3'), os.listdir('/data')])"
+        )
+        assert seen.status == CallStatus.OK, seen
+        assert "False" in seen.text
+        world.do(machine.upload({"own": b"x"}))
+        again = world.create(image="stacked", snapshot=world.do(machine.snapshot(max_bytes=MIB)))
+        assert world.do(again.download(["own", "/data/both"], max_bytes=MIB)) == {"own": b"x", "/data/both": b"high"}
