@@ -59,6 +59,8 @@ class Instance:
 
     platform = "container"
     """What isolates it, for people."""
+    max_message_bytes = frames.MAX_BYTES
+    """What its agent says at once is shorter."""
     snapshot_kind = SnapshotKind.FILES
     """What `save` holds."""
 
@@ -122,7 +124,7 @@ class Instance:
             SandboxGoneError, TimeoutError: it does not come up.
             SandboxError: it says why not.
         """
-        self._link = link = await AgentLink.open(control, self._signal)
+        self._link = link = await AgentLink.open(control, self._signal, max_bytes=self.max_message_bytes)
         for head, blobs in told:
             link.tell(head, *blobs)
         head, _ = await asyncio.wait_for(link.hello, within_s)

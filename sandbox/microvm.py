@@ -132,8 +132,7 @@ class MicroVm(Machine):
         """Be a sandbox that goes on. Called once, by the substrate."""
         wires = await self._start(template, Given(), "memory-backend-ram", vm_state.file_of(data))
         assert self._monitor is not None
-        while (await self._monitor.ask("query-status"))["status"] == "inmigrate":
-            await asyncio.sleep(_LOOK_S)
+        await self._monitor.wait_until_loaded()
         await self._monitor.ask("cont")
         await self.rejoin(wires, template)
 

@@ -90,6 +90,8 @@ class Machine(Instance):
     """One virtual machine. Made by a substrate's `create`."""
 
     snapshot_kind = SnapshotKind.MACHINE
+    max_message_bytes = 64 << 20
+    """Twice the output that a command may have: who has taken over the guest's kernel could say anything."""
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Machine(Instance):
     async def rejoin(self, wires: Wires, template: WarmTemplate) -> None:
         """Take over a machine that goes on where it was saved; arguments as of `wake`."""
         self._keeper, self._monitor = wires.keeper, self._monitor or Monitor(wires.monitor)
-        self._link = await AgentLink.open(wires.agent, self._signal)
+        self._link = await AgentLink.open(wires.agent, self._signal, max_bytes=self.max_message_bytes)
         self._link.hello.cancel()  # its agent has said that long ago
         try:
             self._told_ooms = self._ooms = await self._renew(wires.keeper)

@@ -1,13 +1,17 @@
 """An emulator's control socket (QMP): questions and answers, and files that are handed over."""
 
 import asyncio
+import contextlib
 import json
 import socket
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from rollforward.sandbox.errors import SandboxUnavailableError
 
 _LOOK_S: Final = 0.005
+_ANSWER_S: Final = 60.0
+_LONG_S: Final = 300.0
 _MAX_LINE_BYTES: Final = 1 << 20
 
 
@@ -21,7 +25,7 @@ class Monitor:
         self._heard = b""
         self._asking = asyncio.Lock()
         self._is_greeted = False
-        self._num_jobs = 0
+        self._num_jobs = self._num_questions = 0
 
     async def ask(self, command: str, *, file: int = -1, **arguments: Any) -> Any:
         """Ask, and return the answer.
@@ -55,6 +59,10 @@ class Monitor:
         """
         await self.ask("getfd", file=file, fdname="state")
         await self.ask("migrate", uri="fd:state")
+        async with _bounded():
+            await self._wait_for_migration()
+
+    async def _wait_for_migration(self) -> None:
         while (state := await self.ask("query-migrate")).get("status") != "completed":
             if state.get("status") in ("failed", "cancelled"):
                 raise SandboxUnavailableError(
@@ -71,29 +79,41 @@ class Monitor:
         self._num_jobs += 1
         name = f"job{self._num_jobs}"
         await self.ask(command, job_id=name, **arguments)
-        while True:
-            (job,) = [job for job in await self.ask("query-jobs") if job["id"] == name]
-            if job["status"] == "concluded":
-                break
-            await asyncio.sleep(_LOOK_S)
+        async with _bounded():
+            while (job := await self._job(name))["status"] != "concluded":
+                await asyncio.sleep(_LOOK_S)
         await self.ask("job-dismiss", id=name)
         if "error" in job:
             raise SandboxUnavailableError(f"sandbox: {command}: {job['error']}")
+
+    async def wait_until_loaded(self) -> None:
+        """Wait until a machine has taken up the state that it was started with."""
+        async with _bounded():
+            while (await self.ask("query-status"))["status"] == "inmigrate":
+                await asyncio.sleep(_LOOK_S)
+
+    async def _job(self, name: str) -> dict[str, Any]:
+        (job,) = [job for job in await self.ask("query-jobs") if job["id"] == name]
+        return job
 
     def close(self) -> None:
         """Let the socket go."""
         self._control.close()
 
     async def _exchange(self, question: dict[str, Any], file: int) -> Any:
+        self._num_questions += 1
+        question = {**question, "id": self._num_questions}
         data = json.dumps(question).encode()
         try:
             if file >= 0:
                 socket.send_fds(self._control, [data], [file])
             else:
                 await asyncio.get_running_loop().sock_sendall(self._control, data)
-            while "event" in (answer := json.loads(await self._line())):
-                pass
-        except (OSError, ValueError) as error:
+            async with asyncio.timeout(_ANSWER_S):
+                # Between them are events, and answers to questions whose asker has gone away.
+                while (answer := json.loads(await self._line())).get("id") != question["id"]:
+                    pass
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise SandboxUnavailableError(f"sandbox: an emulator does not answer: {error}") from None
         if "return" not in answer:
             raise SandboxUnavailableError(f"sandbox: {question['execute']}: {answer.get('error', {}).get('desc')}")
@@ -107,3 +127,17 @@ class Monitor:
             self._heard += chunk
         line, _, self._heard = self._heard.partition(b"\n")
         return line
+
+
+@contextlib.asynccontextmanager
+async def _bounded() -> AsyncGenerator[None]:
+    """For what writes or reads all of a machine.
+
+    Raises:
+        SandboxUnavailableError: it took too long.
+    """
+    try:
+        async with asyncio.timeout(_LONG_S):
+            yield
+    except TimeoutError:
+        raise SandboxUnavailableError(f"sandbox: an emulator has not done its work within {_LONG_S:g} s") from None
