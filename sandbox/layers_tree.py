@@ -293,7 +293,10 @@ def write_copy(source: Path, writer: TreeWriter) -> None:
             if stat.S_ISDIR(mode_of := status.st_mode):
                 writer.directory(parts, mode, mtime, is_opaque=_is_opaque(root, entry.path))
             elif stat.S_ISREG(mode_of):
-                descriptor = system.open_inside(root, entry.path, os.O_RDONLY | os.O_NONBLOCK)
+                try:
+                    descriptor = system.open_inside(root, entry.path, os.O_RDONLY | os.O_NONBLOCK)
+                except OSError as error:
+                    raise LayerError(f"{entry.path} cannot be read: {error.strerror}") from None
                 try:
                     writer.file(parts, mode, mtime, read_parts(descriptor))
                 finally:
