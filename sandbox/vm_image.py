@@ -77,7 +77,7 @@ def build(kernel: Kernel) -> Boot:
     system = build_system()
     imports = _imports()
     sources = sorted(AGENT_PROGRAMS.glob("*.py"))
-    key = digest(kernel.version, _stamps([*imports, *kernel.modules]), [(p.name, file_digest(p)) for p in sources])
+    key = digest("2", kernel.version, _stamps([*imports, *kernel.modules]), [(p.name, file_digest(p)) for p in sources])
 
     def make(scratch: Path) -> None:
         with (scratch / "initial").open("wb") as out:
@@ -275,7 +275,7 @@ def _entries(kernel: Kernel, imports: list[Path], sources: list[Path]) -> Iterat
         place = f"/program/rollforward/sandbox/inside/{path.name}"
         yield place, Entry(path, 0o100644)
     for path in imports:
-        yield str(path), Entry(path, 0o100755)
+        yield str(path), Entry(loaded_part(path.read_bytes()), 0o100755)
         bytecode = Path(importlib.util.cache_from_source(str(path))) if path.suffix == ".py" else None
         if bytecode is not None and bytecode.is_file():
             # Not to be compared with the source, which has another time there: PEP 552's unchecked form.
@@ -292,3 +292,21 @@ def _entries(kernel: Kernel, imports: list[Path], sources: list[Path]) -> Iterat
             yield link, Entry(os.readlink(link).encode(), 0o120777)
     if os.path.isfile("/etc/ld.so.cache"):
         yield "/etc/ld.so.cache", Entry(Path("/etc/ld.so.cache"), 0o100644)
+
+
+def loaded_part(data: bytes) -> bytes:
+    """Of a 64-bit ELF file what a loader reads, without the sections for debuggers behind it; other bytes as they are.
+
+    The initial file system lies in memory, in every state of every machine.
+    """
+    if data[:6] != b"\x7fELF\x02\x01":
+        return data
+    start, size, count = (*struct.unpack_from("<Q", data, 32), *struct.unpack_from("<HH", data, 54))
+    ends = [64, start + size * count]
+    for number in range(count):
+        _, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", data, start + size * number)
+        ends.append(offset + length)
+    header = bytearray(data[:64])
+    struct.pack_into("<Q", header, 40, 0)  # where sections are described, how many there are, which one has their names
+    struct.pack_into("<HH", header, 60, 0, 0)
+    return bytes(header) + data[64 : max(ends)]

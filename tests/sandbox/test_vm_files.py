@@ -6,16 +6,19 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rollforward.sandbox import vm, vm_cache, vm_kernel, vm_state
+from rollforward.sandbox.bubblewrap import interpreter
 from rollforward.sandbox.config import Limits
 from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.qcow2 import empty_disk
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm_cpio import Entry, write_cpio
+from rollforward.sandbox.vm_image import loaded_part
 from rollforward.sandbox.vm_state import State
 
 MIB = 1 << 20
@@ -174,6 +177,22 @@ def test_an_initial_file_system_holds_what_it_was_given(tmp_path: Path) -> None:
         subprocess.run([*applet, "-i", "-d"], stdin=archive, cwd=tmp_path, check=True, capture_output=True)
     assert (tmp_path / "d/l").read_bytes() == b"text"
     assert (tmp_path / "d/e/f").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_program_without_what_debuggers_read_still_runs(tmp_path: Path) -> None:
+    program = Path(interpreter())
+    libraries = [Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line]
+    for path in {program, *libraries}:
+        data = path.read_bytes()
+        short = loaded_part(data)
+        assert len(short) <= len(data)
+        assert short[64:] == data[64 : len(short)]
+        (tmp_path / path.name).write_bytes(short)
+        (tmp_path / path.name).chmod(0o755)
+    command = [str(tmp_path / program.name), "-c", "import ctypes, json; print(json.dumps(6 * 7))"]
+    environment = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONHOME": sys.base_prefix}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "42\n"
+    assert loaded_part(b"#!/bin/sh\n") == b"#!/bin/sh\n"
 
 
 def test_the_counters_rate_is_about_this_processors() -> None:
