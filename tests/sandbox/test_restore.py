@@ -238,18 +238,34 @@ def test_restores_without_progress_come_to_an_end(trajectory: Trajectory) -> Non
     assert trajectory.alive() == []
 
 
-def test_memory_that_runs_out_is_never_restored(trajectory: Trajectory) -> None:
+def test_memory_that_runs_out_between_two_lives_is_the_policys_doing_and_never_restored(
+    trajectory: Trajectory,
+) -> None:
     trajectory.config = RESTORE
+    hoard = Call(tool="hoard_and_wait", arguments={"seconds": 20.0})
 
-    async def whole(session: Session) -> list[CallStatus]:
+    async def hoarded(client: Any) -> bool:
+        return bool(await (await client.adopt(f"{trajectory.id}-a0")).download(["hoarded"], max_bytes=1))
+
+    async def first(session: Session) -> None:
         await some(session, 1)
         assert await session.snapshot(max_bytes=MAX_BYTES)
-        first = await session.call("t1c0", Call(tool="hoard_and_wait", arguments={"seconds": 0.1}))
-        assert session.num_restored == 0
-        assert not read_log(trajectory.log).history.failure
-        return [first.result.status]
+        asking = asyncio.create_task(session.call("t1c0", hoard))
+        while not await asyncio.to_thread(trajectory.ask, hoarded):
+            await asyncio.sleep(0.02)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
-    assert trajectory.live(whole)[0] in (CallStatus.OOM, CallStatus.OK)
+    trajectory.live(first)
+    trajectory.kill()
+
+    async def second(session: Session) -> list[CallStatus]:
+        told = [(await session.call(key, call)).result for key, call in (("t1c0", hoard), ("t2c0", mark("m")))]
+        assert session.num_restored == 0
+        return [result.status for result in told]
+
+    assert trajectory.live(second) == [CallStatus.OOM] * 2
+    assert read_log(trajectory.log).history.failure == ""
 
 
 def cut_points(data: bytes) -> range:
