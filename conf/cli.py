@@ -2,7 +2,7 @@
 
 A verb is one line in VERBS (conf/jobs.py). Its schema is imported to validate, its module only to run, so that help and
 a wrong key answer without torch or ray. `resume` and `submit` are no verbs: they run verbs, later or elsewhere. Nor
-are `wal` and `sandbox`, which only look at what a run wrote, and `kernels`, which compiles.
+are `wal`, `sandbox` and `judge`, which only look at what a run wrote, and `kernels`, which compiles.
 """
 
 import contextlib
@@ -118,6 +118,7 @@ _APART = {
     "wal": "rollforward.rollout.wal_verb",
     "sandbox": "rollforward.rollout.sandbox_verb",
     "kernels": "rollforward.model.kernels_verb",
+    "judge": "rollforward.rl.judge.report_verb",
 }
 """Commands that read their words themselves -> their module."""
 
@@ -150,7 +151,7 @@ last line JSON: records, requests, tokens, torn_bytes (a write that was cut shor
 (findings that are damage) and the same by stream. json=true prints that line alone. verify exits with 1 where something
 is damaged. Both only read, and may look at a run that is working.
   mirror_dir=null         where second copies lie; null: what the run's settings say""",
-    "sandbox": """rollforward sandbox list DIR | replay TRAJECTORY run_dir=DIR [settings]: what was done in sandboxes
+    "sandbox": """rollforward sandbox list DIR | replay TRAJECTORY run_dir=DIR | layers ...: what was done in sandboxes
 
 list: the command logs of a run's directory, a recipe's, or of one step (run_dir/commands/step_000012). A table of
 trajectories: commands that were sent, answered (they have a result), epochs (how often a process got hold of the
@@ -163,6 +164,14 @@ of temporary files and what mask= names; differs; unknown: the log has no result
 with 1 where something differs. The run is left as it is.
   mask=REGEX              also masked before texts are compared; may be given several times
   trusted_code=null       true: go on where this machine cannot enforce every limit; null: what the run's settings say
+  json=false              true prints the last line alone
+
+layers list | make SOURCE ... | gc: the layers that images of sandboxes are stacked of, in this machine's store
+(sandbox.container.layers.dir). make adds what a directory, a tar archive or an OCI layout (DIR, DIR#NAME) holds and
+prints layer:DIGEST for each, a name for it that never means anything else. gc removes what no process uses and nobody
+has used for unused_days, and what killed processes left.
+  dir=DIR                 another store
+  unused_days=30          0: everything that is not in use
   json=false              true prints the last line alone""",
     "kernels": """rollforward kernels warm model=NAME [teacher=NAME] [jobs=N]: compile a model's GPU programs once
 
@@ -171,6 +180,13 @@ $ROLLFORWARD_KERNEL_CACHE, or rollforward/kernels of the user's cache, which pro
 compiles nothing.
   teacher=NAME            whose teacher's width differs: the model that is distilled from
   jobs=N                  programs compiled at the same time; null: as many as there are processors""",
+    "judge": """rollforward judge report DIR [json=true]: how good the judges of a run are
+
+DIR is a run's directory or a recipe's; the newest evaluation of each run is read. For every task of type judge, and
+every reward of type rubric: verdicts and why others gave none, agreement with the truth and Cohen's kappa, good and bad
+answers by what was said of them, Brier score, expected calibration error and the bins behind it, how far verdicts of
+one answer agree, and whether length or the place of a criterion moves a verdict. The truth of a rubric's answers is
+its audit's word. The last line is the same as JSON; json=true prints that line alone. It only reads.""",
 }
 """Commands that run verbs -> their help, of which the first line is the summary."""
 

@@ -49,6 +49,9 @@ from rollforward.rl.checkpoints import (
 from rollforward.rl.config import LoopRun
 from rollforward.rl.errors import ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
+from rollforward.rl.judge.judging import Judging
+from rollforward.rl.judge.metrics import judge_metrics, reward_metrics
+from rollforward.rl.judge.seats import Judges
 from rollforward.rl.metrics import group_metrics, log_metrics, pool_metrics, sync_metrics, turn_metrics
 from rollforward.rl.prompts import PromptSource
 from rollforward.rl.refill import Sampled, StepGroups, check_infra, sample_groups
@@ -153,6 +156,8 @@ class Controller:
         learner: LearnerGroup,
         tracker: Tracker,
         pool: Callable[[], PoolStats] | None = None,
+        judges: Judges | None = None,
+        judging: Judging | None = None,
     ) -> None:
         """Bind the parts of one run.
 
@@ -163,10 +168,13 @@ class Controller:
             rollout, learner: the two sides.
             tracker: where metrics go.
             pool: tells what the supervisors of sandboxes counted; None where there are none.
+            judges: models that judge, with their logs; None where the policy alone does, or nobody.
+            judging: asks them and the policy; None where no task has a reward of type rubric.
         """
         self._run = run
         self._stages = stages
         self._pool = pool
+        self._judges, self._judging = judges, judging
         self._run_dir = Path(run.run_dir).resolve()
         self._tasks = {task.name: task for task in tasks}
         self._encoder = encoder
@@ -194,7 +202,8 @@ class Controller:
             InfraFailureError: the platform failed too many of a step's completions.
             NonFiniteLossError, NoTrainableTrajectoriesError: the step cannot be trained; nothing was updated.
         """
-        for problem in self._rollout.log_problems():
+        judged = [] if self._judges is None else self._judges.log_problems()
+        for problem in (*self._rollout.log_problems(), *judged):
             failed = f"; damaged: {', '.join(map(str, problem.requests))}" if problem.requests else ""
             say(f"token log, {problem.where}: {problem.kind}: {problem.detail}{failed}")
         state = self._restore()
@@ -242,14 +251,14 @@ class Controller:
         with self._timed("write_samples"):
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
         metrics = self._stages.learn(step_dir, batch, self._timed)
-        logs = self._rollout.log_stats()
+        logs = self._log_stats()
         bias = bias_of_step(sampled.groups, logs, state.length_bias, alarm_z=run.rollout.bias_alarm_z)
         if bias.alarm is not None:
             say(f"step {state.step + 1}: {bias.alarm}")
         turns = turn_metrics(list(sampled.turns.values()))
         pool = () if self._pool is None else pool_metrics(self._pool())
         counters = (*log_metrics(logs), *bias.metrics, *pool)
-        values = metric_values((*batch.metrics, *step_groups.metrics, *turns, *metrics, *counters))
+        values = metric_values((*batch.metrics, *step_groups.metrics, *turns, *sampled.metrics, *metrics, *counters))
         # Rewards, lengths and failures are the policy's, so over all that it sampled; the batch knows what is trained.
         values |= metric_values(group_metrics(sampled.groups))
         self._require_equal_probs(state.step, values["training/rollout_probs_diff_max"])
@@ -302,7 +311,9 @@ class Controller:
         with self._timed("gen"):
             completions = self._rollout.generate(requests)
         with self._timed("reward"):
-            scores = score_completions(examples, completions, self._encoder, self._tasks)
+            scores = score_completions(
+                examples, completions, self._encoder, self._tasks, judging=self._judging, policy_version=step
+            )
         if (unscored := describe_unscored(scores)) is not None:
             say(f"step {step + 1}: {unscored}")
         infra = tuple(one for one in scores if isinstance(one, Unscored) and one.failure is FailureType.INFRA)
@@ -317,6 +328,7 @@ class Controller:
             completions=(*sampled.completions, *completions),
             turns=sampled.turns | turns,
             groups=(*sampled.groups, *groups),
+            metrics=(*sampled.metrics, *reward_metrics(scores), *judge_metrics(scores)),
             infra=(*sampled.infra, *infra),
         )
 
@@ -347,7 +359,9 @@ class Controller:
 
     def _evaluate(self, step: int) -> tuple[TaskAccuracy, ...]:
         with self._timed("testing"):
-            results = self._evaluator.evaluate(self._rollout.generate, step=step, policy_version=step)
+            results = self._evaluator.evaluate(
+                self._rollout.generate, step=step, policy_version=step, judging=self._judging
+            )
         self._evaluation_file(step).write_bytes(msgspec.json.format(msgspec.json.encode(results)))
         return results
 
@@ -368,7 +382,7 @@ class Controller:
     def _restore(self) -> LoopState:
         start = LoopState(step=0, cursor=self._prompts.start())
         state = restore(self._run_dir / CHECKPOINTS_NAME, self._learner.load, start)
-        name_lost_logs(state, self._rollout.log_stats())
+        name_lost_logs(state, self._log_stats())
         self._tracker.begin(state.tracker)
         self._retire_samples(state)
         return state
@@ -376,15 +390,20 @@ class Controller:
     def _save(self, state: LoopState) -> None:
         with self._timed("save_checkpoint"):
             root = self._run_dir / CHECKPOINTS_NAME
-            logged = log_positions(self._rollout.log_stats())
+            logged = log_positions(self._log_stats())
             state = msgspec.structs.replace(state, tracker=self._tracker.state, log_positions=logged)
             save_checkpoint(root, state, self._learner.save, keep=self._run.keep_checkpoints)
             self._retire_samples(state)
-            for retired in self._rollout.retire(oldest_step(root)):
+            judged = [] if self._judges is None else self._judges.retire(oldest_step(root))
+            for retired in (*self._rollout.retire(oldest_step(root)), *judged):
                 if retired.kept_because is not None:
                     say(f"a token log does not get smaller: {retired.kept_because}")
             keep_bytes = self._run.sandbox.container.keep_log_bytes
             retire_commands(self._run_dir, oldest_step(root), keep_bytes=keep_bytes)
+
+    def _log_stats(self) -> list[LogStats]:
+        """Counters of the replicas' logs, and of the judges'."""
+        return [*self._rollout.log_stats(), *([] if self._judges is None else self._judges.log_stats())]
 
     def _retire_samples(self, state: LoopState) -> None:
         """Unlink what the checkpoint of ``state`` covers; an older one, should it be needed, has the token log."""

@@ -9,6 +9,8 @@ from rollforward.conf import console
 from rollforward.model.backends import check_model, check_programs, choose_kernels
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
+from rollforward.rl.judge.report_verb import calibration_rows
+from rollforward.rl.judge.seats import local_judging
 from rollforward.rl.sandboxes import local_environment
 from rollforward.rl.setup import load_parts
 from rollforward.rollout.replica import Replica
@@ -50,7 +52,16 @@ def main(run: EvalRun) -> int:
     )
     try:
         check_acknowledgement(manifest, replica.load_weights(version_directory(root, 0)))
-        results = evaluator.evaluate(replica.generate, step=0, policy_version=0)
+        with local_judging(
+            parts.judges,
+            replica,
+            encoding=parts.encoding,
+            model_config=parts.model_config,
+            run_dir=run_dir,
+            rollout=run.rollout,
+            run_seed=run.seed,
+        ) as judging:
+            results = evaluator.evaluate(replica.generate, step=0, policy_version=0, judging=judging)
     finally:
         replica.close()
         parts.grader.close()
@@ -58,6 +69,10 @@ def main(run: EvalRun) -> int:
     rows: dict[str, object] = {
         f"{one.task} accuracy": f"{one.accuracy:.3f} ({one.correct}/{one.judged})" for one in results
     }
+    for one in results:
+        for judged in one.calibrations:
+            who = one.task if judged.part == one.task else f"{one.task}/{judged.part}"
+            rows |= {f"{who} {name}": value for name, value in calibration_rows(judged).items()}
     console.summary(f"evaluated {model_dir}", rows | {"answers": run_dir / "eval.json"})
     console.result(json.dumps({"tasks": {one.task: one.accuracy for one in results}, "run_dir": str(run_dir)}))
     return 0

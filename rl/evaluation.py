@@ -1,17 +1,19 @@
 """Held-out accuracy: the same questions every time, sampled by an engine, judged by their tasks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from rollforward.conf import console
 from rollforward.rl.errors import EvaluationError
+from rollforward.rl.judge.calibration import Calibration, calibrate
+from rollforward.rl.judge.config import Rubric
+from rollforward.rl.judge.judging import Generate, Judging
 from rollforward.rl.sampling import PromptEncoder, describe_unscored, group_requests, score_completions
-from rollforward.rl.tasks.types import Task, Unscored
-from rollforward.rollout.types import Completion, Request, SamplingParams
-
-Generate = Callable[[Sequence[Request]], list[Completion]]
-"""Samples requests to their end, in order: an engine, a replica or a pool of them."""
+from rollforward.rl.tasks.config import JudgeConfig
+from rollforward.rl.tasks.reward_config import RubricReward
+from rollforward.rl.tasks.types import Score, Task, Unscored
+from rollforward.rollout.types import SamplingParams
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,9 @@ class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that were judged; infra and data failures are not among them."""
     samples: tuple[Sample, ...]
     """The first few answers."""
+    calibrations: tuple[Calibration, ...] = ()
+    """How good the judges were, by part of the reward; of a task that trains judging, how good the policy judged. Empty
+    where nobody did."""
 
     @property
     def accuracy(self) -> float:
@@ -66,13 +71,16 @@ class Evaluator:
         self._run_seed = run_seed
         self._examples = tuple(task.example(index, "heldout") for task in tasks for index in range(num_prompts))
 
-    def evaluate(self, generate: Generate, *, step: int, policy_version: int) -> tuple[TaskAccuracy, ...]:
+    def evaluate(
+        self, generate: Generate, *, step: int, policy_version: int, judging: Judging | None = None
+    ) -> tuple[TaskAccuracy, ...]:
         """Answer every question once.
 
         Args:
             generate: samples the requests.
             step: names the requests; an evaluation of the same step is answered from the log.
             policy_version: weights that must sample them.
+            judging: asks models for rewards of type rubric; None where no task has one.
 
         Raises:
             EvaluationError: not one answer of a task could be judged.
@@ -89,7 +97,9 @@ class Evaluator:
             is_eval=True,
         )
         completions = generate(requests)
-        scores = score_completions(self._examples, completions, self._encoder, self._tasks)
+        scores = score_completions(
+            self._examples, completions, self._encoder, self._tasks, judging=judging, policy_version=policy_version
+        )
         if (unscored := describe_unscored(scores)) is not None:
             console.say(f"evaluation after step {step}: {unscored}")
         results: list[TaskAccuracy] = []
@@ -115,8 +125,27 @@ class Evaluator:
                     f" ({describe_unscored(scores)}). Mend what failed and repeat the command: it goes on from its log"
                 )
             correct = sum(score.is_correct for _, _, score in rows)
-            results.append(TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples))
+            calibrations = self._calibrations(
+                name, [score for example, score in zip(self._examples, scores, strict=True) if example.task == name]
+            )
+            results.append(
+                TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples, calibrations=calibrations)
+            )
         return tuple(results)
+
+    def _calibrations(self, name: str, scores: Sequence[Score | Unscored]) -> tuple[Calibration, ...]:
+        """What a task's scores tell of its judges; answers without a score count too."""
+        options = self._tasks[name].options
+        rubrics: dict[str, Rubric] = {
+            part.name: part.reward for part in options.reward_parts if isinstance(part.reward, RubricReward)
+        }
+        if isinstance(options, JudgeConfig):
+            rubrics[name] = options.rubric
+        opinions = [opinion for score in scores for opinion in score.opinions]
+        return tuple(
+            calibrate(part, [opinion for opinion in opinions if opinion.part == part], rubric)
+            for part, rubric in rubrics.items()
+        )
 
 
 def accuracy_values(results: Sequence[TaskAccuracy]) -> dict[str, float]:

@@ -40,6 +40,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What the turns of completions that count say."""
     groups: tuple[Group, ...] = ()
     """Scored, in the order of prompts."""
+    metrics: tuple[Metric, ...] = ()
+    """What the parts of rewards and their judges said, by draw."""
     infra: tuple[Unscored, ...] = ()
     """Why completions have no score that the platform failed, in sampling or judging."""
 

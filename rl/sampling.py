@@ -15,9 +15,11 @@ from rollforward.model.encoding import ChatEncoding
 from rollforward.model.messages import ReasoningEffort
 from rollforward.model.tokenizer import EOS, THINK
 from rollforward.rl.errors import TaskError
+from rollforward.rl.judge.judging import Judging
+from rollforward.rl.judge.scoring import settle_all
 from rollforward.rl.shuffle import Permutation, derive_key
 from rollforward.rl.tasks.config import TaskOptions
-from rollforward.rl.tasks.types import Example, Score, Task, Unscored
+from rollforward.rl.tasks.types import Example, Pending, Score, Task, Unscored
 from rollforward.rollout.types import (
     Completion,
     FailureType,
@@ -143,7 +145,8 @@ def tool_use(options: TaskOptions, workspace: Workspace | None = None) -> ToolUs
 def _workspace(example: Example, options: TaskOptions) -> Workspace | None:
     if not options.keeps_sandbox:
         return None
-    return Workspace(image=options.image) if example.workspace is None else example.workspace
+    workspace = Workspace(image=options.image) if example.workspace is None else example.workspace
+    return msgspec.structs.replace(workspace, prepare=options.prepare) if options.prepare else workspace
 
 
 def score_completions(
@@ -151,22 +154,33 @@ def score_completions(
     completions: Sequence[Completion],
     encoder: PromptEncoder,
     tasks: Mapping[str, Task],
+    *,
+    judging: Judging | None = None,
+    policy_version: int = 0,
 ) -> list[Score | Unscored]:
     """Judge every completion by its example's task; one that an infra or data failure ended has no score.
 
-    Scores are in the order of the completions. Where a task waits for other processes, several are judged at one time.
+    Scores are in the order of the completions. Where a task waits for other processes, several are judged at one time;
+    what models judge, they judge together.
+
+    Args:
+        examples, completions: what was asked and answered.
+        encoder: gives the text.
+        tasks: by name.
+        judging: asks models for rewards of type rubric; None where no task has one.
+        policy_version: weights of the policy, where it judges itself.
 
     Raises:
         RewardError: what the first completion raised whose verifier breaks its contract, in that order.
     """
     names = [examples[completion.id.prompt].task for completion in completions]
 
-    def judged(index: int) -> Score | Unscored:
+    def judged(index: int) -> Score | Unscored | Pending:
         completion, task = completions[index], tasks[names[index]]
         example = examples[completion.id.prompt]
         return task.score(example, encoder.text(completion, example.effort), completion.submission)
 
-    scores: list[Score | Unscored | Future[Score | Unscored]] = []
+    scores: list[Score | Unscored | Pending | Future[Score | Unscored | Pending]] = []
     with ExitStack() as stack:
         pools: dict[str, ThreadPoolExecutor] = {}
         for name in dict.fromkeys(names):
@@ -182,7 +196,8 @@ def score_completions(
                 scores.append(pool.submit(judged, index))
             else:
                 scores.append(judged(index))
-        return [score.result() if isinstance(score, Future) else score for score in scores]
+        spoken = [score.result() if isinstance(score, Future) else score for score in scores]
+    return settle_all(spoken, completions, [tasks[name] for name in names], judging, policy_version=policy_version)
 
 
 def read_turns(

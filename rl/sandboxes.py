@@ -102,4 +102,5 @@ async def _check(settings: AgentSettings, images: set[str]) -> None:
 
 
 def _spec(settings: AgentSettings, task: TaskTools, image: str) -> SandboxSpec:
-    return SandboxSpec(image=image, limits=settings.container.limits, tools=task.tools)
+    substrate = "container" if task.sandbox is None else task.sandbox.substrate
+    return SandboxSpec(substrate=substrate, image=image, limits=settings.container.limits, tools=task.tools)

@@ -16,6 +16,7 @@ from rollforward.model.errors import ConfigError
 from rollforward.model.tokenizer import Tokenizer
 from rollforward.model.train_config import HybridMuon, OptimConfig
 from rollforward.rl.errors import ModelDirectoryError, TaskError
+from rollforward.rl.judge.seats import JudgeModel, load_judges
 from rollforward.rl.sampling import PromptEncoder
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.grader import Grader
@@ -44,6 +45,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What answers turns in the replicas; None where no task has tools."""
     grader: Grader
     """Has the sandboxes of hidden tests, once somebody says where they are (`connect`); closed by whoever is done."""
+    judges: tuple[JudgeModel, ...] = ()
+    """Models that judge answers, the policy not counted."""
 
     @property
     def needs_sandboxes(self) -> bool:
@@ -70,7 +73,8 @@ def load_parts(
         sandbox: where tools run.
 
     Raises:
-        ModelDirectoryError: tokenizer and model do not belong together, or the model is too short for the limits.
+        ModelDirectoryError: tokenizer and model do not belong together, also those of a judge, or the model is too
+            short for the limits.
         ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
         EncodingError: its encoding is not known, or does not know the effort of a task.
         TaskError: a task cannot be built as configured, or its image has no name here.
@@ -105,9 +109,16 @@ def load_parts(
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     grader = Grader(sandbox.container)
     tasks = build_tasks(task_configs, grader)
+    judges = load_judges(task_configs, encoding, config)
     environment = _environment(model_dir, task_configs, sandbox)
     return Parts(
-        model_config=config, encoding=encoding, encoder=encoder, tasks=tasks, environment=environment, grader=grader
+        model_config=config,
+        encoding=encoding,
+        encoder=encoder,
+        tasks=tasks,
+        environment=environment,
+        grader=grader,
+        judges=judges,
     )
 
 
@@ -174,7 +185,10 @@ def _sandbox_use(task: TaskConfig) -> SandboxUse | None:
     if not task.keeps_sandbox:
         return None
     return SandboxUse(
-        submission=task.submission, max_submission_bytes=task.max_submission_bytes, max_tool_s=task.max_tool_s
+        substrate=task.kept_substrate,
+        submission=task.submission,
+        max_submission_bytes=task.max_submission_bytes,
+        max_tool_s=task.max_tool_s,
     )
 
 

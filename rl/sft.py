@@ -25,6 +25,7 @@ from rollforward.rl.checkpoints import CHECKPOINTS_NAME, LoopState, is_due, rest
 from rollforward.rl.config import FreshModel, SFTRun
 from rollforward.rl.conversations import ConversationSource, tokenizer_texts
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
+from rollforward.rl.judge.seats import local_judging
 from rollforward.rl.learner import TOKENIZER_NAME, publish_trained, scoring_batch, worst_sequences
 from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.quantised import check_quantised
@@ -187,7 +188,16 @@ class SFTLoop:
         )
         try:
             check_acknowledgement(manifest, replica.load_weights(version_directory(root, step)))
-            return self._evaluator.evaluate(replica.generate, step=step, policy_version=step)
+            with local_judging(
+                self._parts.judges,
+                replica,
+                encoding=self._parts.encoding,
+                model_config=self._parts.model_config,
+                run_dir=self._run_dir,
+                rollout=self._run.rollout,
+                run_seed=self._run.seed,
+            ) as judging:
+                return self._evaluator.evaluate(replica.generate, step=step, policy_version=step, judging=judging)
         finally:
             replica.close()
 

@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,17 @@ from ray.exceptions import RayActorError
 
 from rollforward.conf import console
 from rollforward.conf.load import is_ray_job, library_environment
+from rollforward.kernels.config import check_precision
 from rollforward.model.backends import check_model, check_programs, choose_kernels
+from rollforward.model.config import ModelConfig
 from rollforward.model.distributed import new_rendezvous
+from rollforward.model.train_config import Precision
 from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
 from rollforward.rl.answers import ANSWERS_NAME
 from rollforward.rl.config import LoopRun, RLRun
 from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
+from rollforward.rl.judge.seats import JudgeModel, Judges
 from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.placement import Patience, join_cluster
 from rollforward.rl.quantised import check_quantised
@@ -83,9 +87,12 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
-    check_model(run.kernels, parts.model_config, run.model_dir)
-    if works_here(run):
-        check_programs(run.kernels, parts.model_config, run.model_dir)
+    for model in parts.judges:
+        check_precision(run.kernels, model.judge.precision)
+    for config, what in ((parts.model_config, run.model_dir), *((one.model_config, one.name) for one in parts.judges)):
+        check_model(run.kernels, config, what)
+        if works_here(run):
+            check_programs(run.kernels, config, what)
     check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
     place = prepare(parts)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -98,8 +105,11 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
         stack.callback(parts.grader.close)
         environment = _place_sandboxes(run, parts, run_dir) if parts.needs_sandboxes else parts.environment
         rollout = _place_replicas(run, parts, run_dir, environment)
+        judge_engines = [_place_judge(run, model, run_dir) for model in parts.judges]
         learner, stages = place()
         check_quantised(learner.quantised(), parts.model_config, run.precision)
+        judges = Judges(parts.judges, judge_engines, run_dir=run_dir, run_seed=run.seed)
+        judges.open()
         outcome = Controller(
             run,
             stages=stages,
@@ -109,7 +119,10 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
             learner=learner,
             tracker=tracker,
             pool=partial(pool_stats, parts) if parts.needs_sandboxes else None,
+            judges=judges,
+            judging=judges.judging(rollout.generate, parts.encoding, parts.model_config),
         ).run()
+        judges.close()
         rollout.close()
     trained_dir = run_dir / "model"
     if not trained_dir.exists():
@@ -172,22 +185,40 @@ def _place_sandboxes(run: LoopRun, parts: Parts, run_dir: Path) -> EnvironmentCo
 def _place_replicas(run: LoopRun, parts: Parts, run_dir: Path, answering: EnvironmentConfig | None) -> Supervisor:
     """Start one actor a replica, which is replaced when it is lost."""
     names = [f"engine-{index}" for index in range(run.rollout.engines)]
-    host = RayHost(
+    host = _replica_host(run, run_dir, names, parts.model_config, run.precision, answering)
+    drain_file = DrainFile(run_dir / DRAIN_NAME, names, announce=console.say)
+    return Supervisor(host, names, run.rollout, notices=drain_file.read, announce=console.say)
+
+
+def _place_judge(run: LoopRun, model: JudgeModel, run_dir: Path) -> Supervisor:
+    """Start the engines of a model that judges, which are replaced like the policy's."""
+    names = model.engine_names
+    host = _replica_host(run, run_dir, names, model.model_config, model.judge.precision, None)
+    return Supervisor(host, names, run.rollout, announce=console.say)
+
+
+def _replica_host(
+    run: LoopRun,
+    run_dir: Path,
+    names: Sequence[str],
+    model_config: ModelConfig,
+    precision: Precision,
+    answering: EnvironmentConfig | None,
+) -> RayHost:
+    return RayHost(
         lambda index: RolloutActor.options(
             **placement_options(run.cluster.replica_resources), runtime_env=_process_environment()
         ).remote(
             names[index],
             run_dir / "wal" / names[index],
-            parts.model_config,
-            run.precision,
+            model_config,
+            precision,
             run.rollout,
             answering,
             run.kernels,
         ),
         run.cluster.replica_resources,
     )
-    drain_file = DrainFile(run_dir / DRAIN_NAME, names, announce=console.say)
-    return Supervisor(host, names, run.rollout, notices=drain_file.read, announce=console.say)
 
 
 def policy_settings(run: LoopRun) -> dict[str, Any]:

@@ -53,6 +53,10 @@ class AgentActor:
         """See ``AgentSessions.finish``."""
         return await self._sessions.finish(turn)
 
+    async def keep(self, within_s: float) -> int:
+        """See ``AgentSessions.keep``."""
+        return await self._sessions.keep(within_s)
+
 
 def _built(name: str, kernels: KernelBackends, model_config: ModelConfig, build: Callable[[], Replica]) -> Replica:
     choose_kernels(kernels, name)

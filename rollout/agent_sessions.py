@@ -27,14 +27,17 @@ from rollforward.rollout.environment import Ending, SandboxCounts, SandboxUse, T
 from rollforward.rollout.types import FailureType, RequestId
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.client import Sandbox, SandboxClient
-from rollforward.sandbox.command_log import LogView, log_path, read_log
+from rollforward.sandbox.command_log import PREPARED_NAME, LogView, log_path, read_log
 from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.prepared import Preparation
 from rollforward.sandbox.session import Session
 from rollforward.sandbox.types import Call, CallResult, CallStatus, SandboxSpec
 
 _HOME: Final = "/workspace"
 _CLOSING_S: Final = 5.0
 """What giving back may take when the process ends; after it the leases do it."""
+_KEPT_AT_ONCE: Final = 8
+"""Sandboxes whose states are taken at one time."""
 _FIRST_COMMANDS: Final = 2
 """A drill strikes at one of so many commands."""
 
@@ -130,6 +133,7 @@ class AgentSessions:
         self._opening: dict[RequestId, asyncio.Lock] = {}
         self._asked: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+        self._keeping: set[asyncio.Task[bool]] = set()
 
     async def resume(self, turn: AgentTurn) -> None:
         """Hold what an earlier process left of a completion, so that its lease does not run out."""
@@ -142,7 +146,13 @@ class AgentSessions:
         with self._being_asked():
             agent = await self._agent(turn)
             async with agent.lock:
-                return await self._run_calls(agent, turn)
+                answer = await self._run_calls(agent, turn)
+                if self._settings.container.snapshots == "turn":
+                    # While the policy thinks; its next call waits for it.
+                    keeping = asyncio.create_task(self._keep(agent))
+                    self._keeping.add(keeping)
+                    keeping.add_done_callback(self._keeping.discard)
+                return answer
 
     async def finish(self, turn: AgentTurn) -> Ending:
         """Run the calls of the last turn if there are some, take what is submitted, and give the sandbox back.
@@ -152,7 +162,7 @@ class AgentSessions:
         """
         use = self._use(turn.task)
         was_used = turn.id in self._agents or turn.position > 0 or _newest(self._logs(turn)) is not None
-        if not was_used and not turn.calls:
+        if not was_used and not turn.calls and not turn.workspace.prepare:
             untouched = _untouched(turn.workspace, use.submission)
             if untouched is not None:
                 return Ending(id=turn.id, submission=untouched)
@@ -166,12 +176,42 @@ class AgentSessions:
                     closing.add_done_callback(self._closing.discard)
                 return agent.ending
 
+    async def keep(self, within_s: float) -> int:
+        """Keep the states of all sandboxes that are held beside their command logs, unless `snapshots` is `never`.
+
+        Args:
+            within_s: seconds; what is not kept then is not kept.
+
+        Returns:
+            Completions whose log has all that was done.
+        """
+        if self._settings.container.snapshots == "never" or not self._agents:
+            return 0
+        room = asyncio.Semaphore(_KEPT_AT_ONCE)
+
+        async def keep_one(agent: _Agent) -> bool:
+            async with room:
+                return await self._keep(agent)
+
+        keeping = [asyncio.create_task(keep_one(agent)) for agent in self._agents.values() if agent.ending is None]
+        if not keeping:
+            return 0
+        done, late = await asyncio.wait(keeping, timeout=within_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        return sum(not task.cancelled() and task.exception() is None and task.result() for task in done)
+
+    async def _keep(self, agent: _Agent) -> bool:
+        async with agent.lock:  # not between two calls of a turn
+            return await agent.session.snapshot(max_bytes=self._settings.container.max_snapshot_bytes)
+
     async def close(self) -> None:
         """Leave sandboxes to their leases and logs to a successor. Nothing may be asked afterwards; a command that runs
         goes on, and its result waits for who asks again."""
         if self._closing:
             await asyncio.wait(self._closing, timeout=_CLOSING_S)
-        cut_off = [*self._asked, *self._closing]
+        cut_off: list[asyncio.Task[Any]] = [*self._asked, *self._closing, *self._keeping]
         for task in cut_off:
             task.cancel()
         await asyncio.gather(*cut_off, return_exceptions=True)
@@ -211,6 +251,7 @@ class AgentSessions:
         session = agent.session
         agent.count(
             created=session.num_created,
+            restored=session.num_restored,
             retried=session.num_asked_again,
             failed=int(failure is FailureType.INFRA),
             unknown=int(failure is FailureType.INFRA and detail.startswith("unknown outcome")),
@@ -260,23 +301,40 @@ class AgentSessions:
             else:
                 seconds = _logged_seconds(view)
         tools, saboteur = self._settings.tasks[turn.task].tools, self._saboteur(turn.seed)
+        spec = SandboxSpec(
+            substrate=self._use(turn.task).substrate,
+            image=turn.workspace.image,
+            limits=self._settings.container.limits,
+            tools=tools,
+            labels={"run": self._settings.run_dir, "task": turn.task, "trajectory": str(turn.id)},
+        )
         session = await Session.open(
             self._client,
             log_path=logs[place],
             sandbox_id=f"{self._run}-{logs[place].stem}",
-            spec=SandboxSpec(
-                image=turn.workspace.image,
-                limits=self._settings.container.limits,
-                tools=tools,
-                labels={"run": self._settings.run_dir, "task": turn.task, "trajectory": str(turn.id)},
-            ),
+            spec=spec,
             files=turn.workspace.files,
+            begin=self._preparation(turn.workspace, spec, logs[place].parent),
             config=self._settings.container,
             sync=self._settings.sync,
             saboteur=saboteur,
             known_position=turn.position,
         )
         return _Agent(session, seconds, saboteur)
+
+    def _preparation(self, workspace: Workspace, spec: SandboxSpec, directory: Path) -> Preparation | None:
+        """What completions of the step that begin alike share."""
+        if not workspace.prepare:
+            return None
+        return Preparation(
+            self._client,
+            directory / PREPARED_NAME,
+            spec=msgspec.structs.replace(spec, labels={**spec.labels, "trajectory": "prepare"}),
+            files=workspace.files,
+            commands=workspace.prepare,
+            config=self._settings.container,
+            sync=self._settings.sync,
+        )
 
     def _logs(self, turn: AgentTurn) -> list[Path]:
         """Where the commands of each attempt up to this one are logged."""

@@ -37,6 +37,10 @@ class Agents(Protocol):
         """Run the calls of the last turn, if it has some, take what is submitted, and give the sandbox back."""
         ...
 
+    def keep(self, within_s: float) -> Future[int]:
+        """Keep the states of the sandboxes that are held, as far as settings and time allow; how many are kept."""
+        ...
+
     def close(self) -> None:
         """Let go: what runs is cut off here and goes on for a successor. Safe to call twice."""
         ...
@@ -105,6 +109,10 @@ class LocalAgents:
     def finish(self, turn: AgentTurn) -> Future[Ending]:
         """See ``Agents``."""
         return self._loop.run(self._sessions.finish, turn)
+
+    def keep(self, within_s: float) -> Future[int]:
+        """See ``Agents``."""
+        return self._loop.run(self._sessions.keep, within_s)
 
     def close(self) -> None:
         """See ``Agents``."""

@@ -7,6 +7,7 @@ Here: the contract. Not here: tools in a sandbox (tool_environment.py), completi
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
@@ -15,12 +16,14 @@ import numpy as np
 from rollforward.model.messages import ReasoningEffort
 from rollforward.rollout.types import ArrayRecord, FailureType, Int32Array, Request, RequestId
 from rollforward.rollout.workspace import Submission
-from rollforward.sandbox.config import SandboxConfig, ToolConfig
+from rollforward.sandbox.config import KeptSubstrate, SandboxConfig, ToolConfig
 
 
 class SandboxUse(msgspec.Struct, frozen=True, kw_only=True):
     """What completions of a task do with the sandbox that each of them keeps."""
 
+    substrate: KeptSubstrate = "container"
+    """What isolates it."""
     submission: tuple[str, ...] = ()
     """Files that are taken out at the end."""
     max_submission_bytes: int = 1 << 20
@@ -109,6 +112,8 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Completions that used up the time of their tools."""
     injected: int = 0
     """Sandboxes that were killed for a drill."""
+    restored: int = 0
+    """Sandboxes that took the place of a lost one, with all that had been done in it."""
 
     def __add__(self, other: "SandboxCounts") -> "SandboxCounts":
         """Both together: sums, of `call_max_s` the larger."""
@@ -208,6 +213,18 @@ class Environment(Protocol):
     def wake(self) -> None:
         """Let the ``collect`` that waits, or else the next one, return at once, with no answer if there is none. From
         any thread: an engine that is paused does not wait for a slow tool.
+        """
+        ...
+
+    def keep(self, within_s: float) -> Future[int]:
+        """Start to keep the states of sandboxes where a successor finds them though they are lost, as far as the run's
+        settings say so and the time allows. From any thread, while nothing else is asked.
+
+        Args:
+            within_s: seconds; what is not kept then is not kept.
+
+        Returns:
+            How many are.
         """
         ...
 

@@ -209,6 +209,10 @@ class ActorAgents:
         """See ``Agents``."""
         return self._kept(self._loop.run(self._finish, turn))
 
+    def keep(self, within_s: float) -> Future[int]:
+        """See ``Agents``. Of all that the actors hold, whichever replica uses it."""
+        return self._kept(self._loop.run(self._keep, within_s))
+
     def close(self) -> None:
         """See ``Agents``. The actors go on with what they were asked."""
         if not self._loop.is_closed:
@@ -235,6 +239,17 @@ class ActorAgents:
         if isinstance(ending, str):
             return Ending(id=turn.id, failure=FailureType.INFRA, detail=ending)
         return ending
+
+    async def _keep(self, within_s: float) -> int:
+        kept = 0
+        asked = [asyncio.ensure_future(_answer_of(actor.keep.remote(within_s))) for actor in self._actors]
+        done, late = await asyncio.wait(asked, timeout=within_s)
+        for task in late:
+            task.cancel()
+        for task in done:
+            with contextlib.suppress(RayError):  # who is gone keeps nothing
+                kept += task.result()
+        return kept
 
     async def _ask(self, ask: Callable[[], Any]) -> Any:
         """The answer, or a sentence that says why there is none."""
@@ -266,6 +281,10 @@ class ActorAccess:
     def connect(self, owner: str) -> ActorAgents:
         """See ``AgentsAccess``. The sandboxes are held in the actors' names."""
         return ActorAgents(self._actors)
+
+
+async def _answer_of(reference: Any) -> Any:
+    return await reference
 
 
 def placement_options(resources: Mapping[str, float]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Tokens leave in two places: a turn that is handed to the environment, and a comp
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from rollforward.rollout.environment import Ending, Environment, Observation, SandboxCounts
 from rollforward.rollout.ledger import LedgerClient, Report
@@ -115,6 +116,9 @@ class _Watched:
 
     def wake(self) -> None:
         self._environment.wake()
+
+    def keep(self, within_s: float) -> Future[int]:
+        return self._environment.keep(within_s)
 
     def close(self) -> None:
         self._environment.close()

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -323,8 +324,9 @@ class Replica:
         return self._log.retire(before_step)
 
     def drain(self, deadline_s: float) -> LogStats:
-        """Hand over to a successor that is yet to come: stop at the next step, save key-values while there is time, and
-        close the log in order. From any thread; a ``generate`` in another one raises PausedError.
+        """Hand over to a successor that is yet to come: stop at the next step, save key-values and the states of
+        completions' sandboxes while there is time, and close the log in order. From any thread; a ``generate`` in
+        another one raises PausedError.
 
         Args:
             deadline_s: seconds until the process may be ended from outside.
@@ -343,7 +345,10 @@ class Replica:
                 f"replica {self.name} is still in a step after {deadline_s:g} s; its log goes on from there"
             )
         try:
+            keeping = None if self._environment is None else self._environment.keep(save_until_s - time.monotonic())
             self._engine.save_kv(self._kv_store, has_time=lambda: time.monotonic() < save_until_s)
+            if keeping is not None:
+                futures.wait([keeping], timeout=max(save_until_s - time.monotonic(), 0.0))
             self.close()
         finally:
             self._generating.release()

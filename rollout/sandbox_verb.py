@@ -1,4 +1,5 @@
 """The command `rollforward sandbox list|replay`: what the command logs of a run hold, and whether it can be repeated.
+`sandbox layers` is in layers_verb.py.
 
 `list` reads only and may look at a run that is working; `replay` does a trajectory's commands again in a sandbox of its
 own. Here: words, tables and JSON. Not here: reading a log (sandbox/command_log.py), doing it again (sandbox/replay.py).
@@ -15,12 +16,15 @@ import msgspec
 
 from rollforward.conf import console
 from rollforward.conf.errors import UsageError
+from rollforward.rollout import layers_verb
 from rollforward.sandbox.blobs import BlobStore
 from rollforward.sandbox.client import SandboxClient
 from rollforward.sandbox.command_log import (
     BLOBS_NAME,
     COMMANDS_NAME,
     LOG_SUFFIX,
+    PREPARED_NAME,
+    SNAPSHOTS_NAME,
     LogView,
     is_trajectory,
     log_path,
@@ -34,7 +38,8 @@ from rollforward.sandbox.replay import Masks, Replayed, Verdict, one_line, repla
 
 _USAGE = (
     "it takes: sandbox list DIR, or sandbox replay TRAJECTORY run_dir=DIR and then mask=REGEX for what may differ,"
-    " trusted_code=true for a machine that cannot enforce every limit; both take json=true to print JSON alone."
+    " trusted_code=true for a machine that cannot enforce every limit; both take json=true to print JSON alone. Or"
+    " sandbox layers list, make or gc."
 )
 
 _LEASE_S: Final = 10.0
@@ -54,7 +59,7 @@ class LogSummary(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int
     """How often a process got hold of the sandbox."""
     sandboxes: int
-    """Sandboxes that it had; all but the last were lost before a command reached them."""
+    """Sandboxes that it had; all but the last were lost before a command reached them, or restored in the next."""
     files: int
     """Files that were collected at the end."""
     torn_bytes: int
@@ -76,6 +81,8 @@ def main(words: Sequence[str]) -> int:
 
     """
     action, *rest = words or [""]
+    if action == "layers":
+        return layers_verb.main(rest)
     masks = [word.partition("=")[2] for word in rest if word.startswith("mask=")]
     settings = dict(word.split("=", 1) for word in rest if "=" in word and not word.startswith("mask="))
     names = [word for word in rest if "=" not in word]
@@ -174,7 +181,16 @@ async def _replayed(path: Path, config: ContainerConfig, masks: Masks) -> Replay
     await transport.start()
     view, blobs = read_log(path), BlobStore(path.parent / BLOBS_NAME, sync=False)
     async with SandboxClient([transport], config, owner=f"replay of {view.trajectory}") as client:
-        return await replay(client, view, blobs, config=config, masks=masks)
+        return await replay(client, view, blobs, config=config, masks=masks, begin=_beginning(view, path))
+
+
+def _beginning(view: LogView, path: Path) -> bytes:
+    """The state that a trajectory began with; nothing where it began with its files alone."""
+    record = view.history.begin
+    if record is None:
+        return b""
+    place = path.parent / (PREPARED_NAME if record.is_shared else f"{SNAPSHOTS_NAME}/{view.trajectory}")
+    return BlobStore(place, sync=False).get(record.data)
 
 
 def _config(run_dir: Path) -> ContainerConfig:

@@ -207,6 +207,14 @@ class ToolEnvironment:
         """Return what was done; see ``Environment``."""
         return self._counts
 
+    def keep(self, within_s: float) -> Future[int]:
+        """Keep the states of completions' sandboxes; see ``Environment``."""
+        if self._agents is not None:
+            return self._agents.keep(within_s)
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return nothing
+
     def close(self) -> None:
         """End the sandboxes of calls, let go of those of completions; see ``Environment``."""
         for runner in self._runners.values():

@@ -24,7 +24,7 @@ Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 _SEED_DOMAIN = b"rollforward-seed"
-_REQUEST_ID = re.compile(r"(s|eval)(0|[1-9]\d*)-p(0|[1-9]\d*)-m(0|[1-9]\d*)")
+_REQUEST_ID = re.compile(r"(s|eval)(0|[1-9]\d*)-p(0|[1-9]\d*)-m(0|[1-9]\d*)(?:-j([1-9]\d*))?")
 
 
 class StopReason(StrEnum):
@@ -109,7 +109,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RequestId(msgspec.Struct, frozen=True, order=True):
-    """Identity of one trajectory; orders as training does and renders to `s12-p3-m0`, or `eval12-p3-m0`."""
+    """Identity of one trajectory; orders as training does and renders to `s12-p3-m0`, or `eval12-p3-m0`. What is said
+    about it by a judge has an identity too: `s12-p3-m0-j1`."""
 
     step: int
     """Training step that asked for it, from 0."""
@@ -119,15 +120,18 @@ class RequestId(msgspec.Struct, frozen=True, order=True):
     """Position in the prompt's group, from 0."""
     is_eval: bool = False
     """Whether it measures instead of training; evaluations have identities of their own."""
+    judgement: int = 0
+    """Which judgement of that trajectory, from 1; 0 is the trajectory itself. Judgements are never trained."""
 
     def __post_init__(self) -> None:
         """Refuse negative parts."""
-        if min(self.step, self.prompt, self.member) < 0:
-            raise ValueError(f"request id {self} has a negative part; step, prompt and member count from 0")
+        if min(self.step, self.prompt, self.member, self.judgement) < 0:
+            raise ValueError(f"request id {self} has a negative part; step, prompt, member and judgement count from 0")
 
     def __str__(self) -> str:
         """Render, for example `s12-p3-m0`."""
-        return f"{'eval' if self.is_eval else 's'}{self.step}-p{self.prompt}-m{self.member}"
+        about = f"-j{self.judgement}" if self.judgement else ""
+        return f"{'eval' if self.is_eval else 's'}{self.step}-p{self.prompt}-m{self.member}{about}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -139,8 +143,8 @@ class RequestId(msgspec.Struct, frozen=True, order=True):
         match = _REQUEST_ID.fullmatch(text)
         if match is None:
             raise ValueError(f"request id is {text!r}; it must read s<step>-p<prompt>-m<member>, such as s12-p3-m0")
-        purpose, step, prompt, member = match.groups()
-        return cls(int(step), int(prompt), int(member), purpose == "eval")
+        purpose, step, prompt, member, judgement = match.groups()
+        return cls(int(step), int(prompt), int(member), purpose == "eval", int(judgement or 0))
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -412,7 +416,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             seen.add(identity.member)
 
 
-def request_seed(run_seed: int, step: int, prompt: int, member: int) -> int:
+def request_seed(run_seed: int, step: int, prompt: int, member: int, judgement: int = 0) -> int:
     """Return the seed of one request: 64 bits of BLAKE2b over the decimal numbers, joined by slashes.
 
     Args:
@@ -420,11 +424,12 @@ def request_seed(run_seed: int, step: int, prompt: int, member: int) -> int:
         step: Training step.
         prompt: Position of the prompt in the step.
         member: Position in the group.
+        judgement: Which judgement of that member, from 1; 0 is the member's own, and left out of the text.
 
     Returns:
         An integer in [0, 2**64), the same in every process and on every machine.
     """
-    text = f"{run_seed}/{step}/{prompt}/{member}".encode("ascii")
+    text = f"{run_seed}/{step}/{prompt}/{member}{f'/{judgement}' if judgement else ''}".encode("ascii")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=_SEED_DOMAIN).digest(), "little")
 
 

@@ -15,11 +15,16 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """Contents by path, relative to /workspace or absolute."""
     image: str = "host"
     """Name of an image of the configuration."""
+    prepare: tuple[tuple[str, ...], ...] = ()
+    """Commands that have run in it before, once for all completions of a step that begin alike: each begins with the
+    state that they left."""
 
     @property
     def digest(self) -> str:
         """Hex digest by which another workspace is noticed."""
-        entries = (self.image, sorted(self.files.items()))
+        entries: tuple[object, ...] = (self.image, sorted(self.files.items()))
+        if self.prepare:
+            entries = (*entries, self.prepare)
         return hashlib.blake2b(msgspec.msgpack.encode(entries), digest_size=16).hexdigest()
 
 

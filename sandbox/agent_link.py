@@ -37,9 +37,14 @@ class AgentLink:
     """One end of a control socket. The agent is not trusted: what makes no sense is reported to `on_nonsense`."""
 
     def __init__(
-        self, writer: asyncio.StreamWriter, reader: asyncio.StreamReader, on_nonsense: Callable[[], None]
+        self,
+        writer: asyncio.StreamWriter,
+        reader: asyncio.StreamReader,
+        on_nonsense: Callable[[], None],
+        max_bytes: int,
     ) -> None:
         """See `open`."""
+        self._max_bytes = max_bytes
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._parts: dict[int, Parts] = {}
@@ -51,10 +56,12 @@ class AgentLink:
         self._listening = asyncio.create_task(self._listen(reader))
 
     @classmethod
-    async def open(cls, control: socket.socket, on_nonsense: Callable[[], None]) -> Self:
-        """Listen. `hello` will be what the agent says unasked, once it is up."""
+    async def open(
+        cls, control: socket.socket, on_nonsense: Callable[[], None], *, max_bytes: int = frames.MAX_BYTES
+    ) -> Self:
+        """Listen. `hello` will be what the agent says unasked, once it is up; a longer message is nonsense."""
         reader, writer = await asyncio.open_unix_connection(sock=control, limit=1 << 20)
-        return cls(writer, reader, on_nonsense)
+        return cls(writer, reader, on_nonsense, max_bytes)
 
     def tell(self, head: frames.Head, *blobs: bytes) -> None:
         """Say something that has no answer."""
@@ -105,7 +112,7 @@ class AgentLink:
         try:
             while True:
                 (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
-                if size > frames.MAX_BYTES:
+                if size > self._max_bytes:
                     raise ValueError(f"a message of {size} bytes")
                 head, blobs = frames.unpack(await reader.readexactly(size))
                 if head.get("more"):

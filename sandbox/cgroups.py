@@ -6,8 +6,10 @@ where it has the controllers, version 1 where those are there, both on hosts tha
 """
 
 import contextlib
+import errno
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,6 +17,8 @@ from typing import Final
 _PREFIX: Final = "rollforward"
 _LABEL: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _V1: Final = ("memory", "pids")
+_FREEZE_S: Final = 5.0
+_LOOK_S: Final = 0.0005
 
 
 class Hierarchies:
@@ -185,6 +189,22 @@ class Group:
     def kill(self) -> None:
         """Kill all in it; they end soon after."""
         _kill(self._made)
+
+    def freeze(self, is_frozen: bool) -> None:
+        """Stop all in it, or let it go on; returns when that is so.
+
+        Raises:
+            OSError: there is no group of version 2, or it does not stop.
+        """
+        if self._hierarchies.unified is None:
+            raise OSError(errno.ENOSYS, "there are no control groups of version 2")
+        path = self._hierarchies.unified / self._name
+        (path / "cgroup.freeze").write_text("1" if is_frozen else "0")
+        end_s = time.monotonic() + _FREEZE_S
+        while f"frozen {int(is_frozen)}" not in (path / "cgroup.events").read_text().splitlines():
+            if time.monotonic() > end_s:
+                raise OSError(errno.EBUSY, f"its processes did not stop within {_FREEZE_S:g} s")
+            time.sleep(_LOOK_S)
 
     def remove(self) -> bool:
         """Remove what is empty of it; whether nothing is left."""

@@ -12,6 +12,8 @@ What is safe to ask again when no answer came (`SandboxConnectionError`):
 | exec, call         | with the same `key`: it runs once in a sandbox, which keeps its result; without one never    |
 | upload             | yes: the same bytes                                                                          |
 | download, snapshot | yes: they change nothing                                                                     |
+| fork               | yes, as create; a repeated one may begin with a later state                                  |
+| pause, resume      | yes                                                                                          |
 | adopt, renew, list | yes                                                                                          |
 | close              | yes                                                                                          |
 
@@ -49,6 +51,7 @@ from rollforward.sandbox.types import (
     PoolStats,
     SandboxInfo,
     SandboxSpec,
+    Snapshot,
 )
 from rollforward.sandbox.wire import Operation, Which
 
@@ -165,19 +168,21 @@ class SandboxClient:
     ) -> None:
         await self.close()
 
-    async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None) -> "Sandbox":
+    async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> "Sandbox":
         """Make a sandbox, or return the one that there is under this identity. Whoever cancels it closes the sandbox.
 
         Args:
             sandbox_id: its identity, `[a-z0-9-]{1,64}`.
             spec: what it is made of.
-            snapshot: what `Sandbox.snapshot` of another one of the same image has returned, to begin with.
+            snapshot: what `Sandbox.snapshot` of another one of the same image has returned, to begin with: a restore,
+                or one branch of many.
 
         Raises:
             SandboxBusyError: there was no room for it within `create_timeout_s`.
             SandboxUnavailableError: no supervisor can make it.
             SandboxConnectionError: none could be reached.
             SandboxIdentityError: the identity is none, or names a sandbox of another spec.
+            SandboxFileError: the snapshot is of another image or kind, or does not fit.
             ToolError: a tool's file cannot be read.
         """
         wire.check_identity(sandbox_id)
@@ -305,7 +310,25 @@ class SandboxClient:
         self._held[sandbox_id] = route, placed.instance
         if route not in self._renewing:
             self._renewing[route] = asyncio.create_task(self._keep_renewing(route))
-        return Sandbox(route, Which(sandbox_id=sandbox_id, instance=placed.instance), placed.spec, self._let_go)
+        which = Which(sandbox_id=sandbox_id, instance=placed.instance)
+        return Sandbox(route, which, placed.spec, self._let_go, self._fork)
+
+    async def _fork(self, route: _Route, which: Which, sandbox_id: str, max_bytes: int) -> "Sandbox":
+        wire.check_identity(sandbox_id)
+        question = wire.Fork(
+            which=which,
+            sandbox_id=sandbox_id,
+            owner=self._owner,
+            max_bytes=max_bytes,
+            timeout_s=self._config.create_timeout_s,
+        )
+        within_s = question.timeout_s + _GRACE_S
+        try:
+            placed = await route.ask(Operation.FORK, question, wire.Placed, within_s=within_s)
+        except asyncio.CancelledError:
+            self._later(route.ask(Operation.CLOSE, Which(sandbox_id=sandbox_id, instance=""), type(None)))
+            raise
+        return self._hold(route, sandbox_id, placed)
 
     def _let_go(self, sandbox_id: str, instance: str, route: _Route) -> None:
         if self._held.get(sandbox_id) == (route, instance):
@@ -340,10 +363,15 @@ class Sandbox:
     """
 
     def __init__(
-        self, route: _Route, which: Which, spec: SandboxSpec, let_go: Callable[[str, str, _Route], None]
+        self,
+        route: _Route,
+        which: Which,
+        spec: SandboxSpec,
+        let_go: Callable[[str, str, _Route], None],
+        fork: Callable[[_Route, Which, str, int], Awaitable["Sandbox"]],
     ) -> None:
         """Use `SandboxClient.create` or `adopt`."""
-        self._route, self._which, self._let_go = route, which, let_go
+        self._route, self._which, self._let_go, self._fork = route, which, let_go, fork
         self.spec = spec
 
     @property
@@ -400,13 +428,39 @@ class Sandbox:
         question = wire.Download(which=self._which, paths=wire.encode_paths(paths), max_bytes=max_bytes)
         return wire.decode_files(await self._ask(Operation.DOWNLOAD, question, dict[bytes, bytes]))
 
-    async def snapshot(self, *, max_bytes: int) -> bytes:
-        """Read all that was written since the sandbox was made: an uncompressed tar, files only and no processes.
+    async def snapshot(self, *, max_bytes: int) -> Snapshot:
+        """Take its state, from which others can begin; of a container its files and no process, of a machine all that
+        runs in it too. It lives on.
 
         Raises:
             SandboxFileError: it would have more than `max_bytes`.
+            SandboxBusyError: a command runs in a container.
         """
-        return await self._ask(Operation.SNAPSHOT, wire.Snapshot(which=self._which, max_bytes=max_bytes), bytes)
+        return await self._ask(Operation.SNAPSHOT, wire.Snapshot(which=self._which, max_bytes=max_bytes), Snapshot)
+
+    async def fork(self, sandbox_id: str, *, max_bytes: int) -> "Sandbox":
+        """Make a sandbox that begins as this one is now, at the same supervisor; see `snapshot` and
+        `SandboxClient.create`. Both live on and know nothing of each other.
+
+        Raises:
+            SandboxFileError: its state has more than `max_bytes`.
+            SandboxBusyError: a command runs, or there is no room.
+            SandboxIdentityError: the identity is none, or names a sandbox of another spec.
+        """
+        return await self._fork(self._route, self._which, sandbox_id, max_bytes)
+
+    async def pause(self) -> None:
+        """Have nothing of it run until it is asked something; what it holds stays, and so does its lease.
+
+        Raises:
+            SandboxBusyError: a command runs.
+            SandboxUnavailableError: its machine cannot.
+        """
+        await self._ask(Operation.PAUSE, self._which, type(None))
+
+    async def resume(self) -> None:
+        """Have it go on; whatever it is asked does that too."""
+        await self._ask(Operation.RESUME, self._which, type(None))
 
     async def close(self) -> None:
         """End it. Returns when that is certain to happen; nothing runs in it for long after. Idempotent.

@@ -2,6 +2,8 @@
 
     run_dir/commands/step_000012/s12-p3-m0.log    of training; eval_000012/eval12-p3-m0.log of an evaluation
     run_dir/commands/step_000012/blobs/           what is too large for a record
+    run_dir/commands/step_000012/snapshots/NAME/  the last state of one trajectory's sandbox
+    run_dir/commands/step_000012/prepared/        states that several trajectories begin with
 
 A log is one segment of the codec: a header (kind CMND, the trajectory as its stream) and one frame for each record.
 It gets its name when its header is on disk, so a file without a header is damage and never a beginning. Each record is
@@ -32,14 +34,8 @@ from rollforward.sandbox.codec import (
     parse_segment_header,
     scan_frames,
 )
-from rollforward.sandbox.command_records import (
-    COMMAND_LOG_KIND,
-    FIRST_SEQ,
-    CommandHistory,
-    CommandRecord,
-    decode_record,
-    encode_record,
-)
+from rollforward.sandbox.command_history import CommandHistory
+from rollforward.sandbox.command_records import COMMAND_LOG_KIND, FIRST_SEQ, CommandRecord, decode_record, encode_record
 from rollforward.sandbox.errors import (
     CodecUsageError,
     CommandLogDamagedError,
@@ -57,6 +53,12 @@ COMMANDS_NAME: Final = "commands"
 
 BLOBS_NAME: Final = "blobs"
 """Directory of the blobs, beside the logs that name them."""
+
+SNAPSHOTS_NAME: Final = "snapshots"
+"""Directory of snapshots, of which there is one directory for each trajectory."""
+
+PREPARED_NAME: Final = "prepared"
+"""Directory of states that trajectories begin with."""
 
 _EPOCH: Final = 1
 _MAX_BYTES: Final = 1 << 30
@@ -146,9 +148,11 @@ class CommandLog:
         self.history = history
         self.path = path
         self.blobs = BlobStore(path.parent / BLOBS_NAME, sync=sync)
+        self.snapshots = BlobStore(path.parent / SNAPSHOTS_NAME / path.name.removesuffix(LOG_SUFFIX), sync=sync)
+        self.prepared = BlobStore(path.parent / PREPARED_NAME, sync=sync)
         self._descriptor = descriptor
         self._end = end
-        self._sync = sync
+        self.sync = sync
         self._seed = frame_seed(path.name.removesuffix(LOG_SUFFIX), _EPOCH)
         self._lock = threading.Lock()
         self._error: CommandLogWriteError | None = None
@@ -221,7 +225,7 @@ class CommandLog:
                     frame_type=kind, flags=0, seq=seq, batch_seq=seq, payload=payload, seed=self._seed
                 )
                 write_all(self._descriptor, frame, offset=self._end)
-                if self._sync:
+                if self.sync:
                     os.fdatasync(self._descriptor)
             except (OSError, CodecUsageError) as error:
                 self._error = _write_error(self.path, error)

@@ -1,4 +1,4 @@
-"""Records of a command log, their payload bytes, and what a sequence of them means.
+"""Records of a command log and their payload bytes.
 
 Frame types of the log and their payloads (msgpack arrays; frames and checksums are `codec.py`'s):
 
@@ -10,17 +10,14 @@ Frame types of the log and their payloads (msgpack arrays; frames and checksums 
     UNKNOWN  whether a command ran cannot be known: the last record but CLOSED
     FAILED   the platform, or its data, failed the trajectory between commands: likewise
     CLOSED   the last record
+    SNAPSHOT its sandbox's state at this place of the log is kept: what one that is lost can be restored to
 
-One command at a time, so the log orders everything that happened in the sandbox. `CommandHistory` takes records in
-order, says what may come next, and refuses a sequence that no writer writes.
-
-Here: frozen records, pure encode and decode, the state machine. Not here: files (`command_log.py`), sandboxes
-(`session.py`).
+Here: frozen records, pure encode and decode. Not here: what a sequence of them means (`command_history.py`), files
+(`command_log.py`), sandboxes (`session.py`).
 """
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final, cast
@@ -28,9 +25,9 @@ from typing import Any, Final, cast
 import msgspec
 
 from rollforward.sandbox.blobs import Stored
-from rollforward.sandbox.errors import CommandDivergenceError, CommandLogDamagedError, GoneCause
+from rollforward.sandbox.errors import CommandLogDamagedError, GoneCause
 from rollforward.sandbox.toolset import tool_source
-from rollforward.sandbox.types import Call, CallStatus, SandboxSpec
+from rollforward.sandbox.types import Call, CallStatus, SandboxSpec, SnapshotKind
 
 COMMAND_LOG_KIND: Final = "CMND"
 """Kind of a command log in its header."""
@@ -39,7 +36,6 @@ FIRST_SEQ: Final = 1
 """Sequence number of a log's first record; 0 is the position of a log that has none."""
 
 _DIGEST_BYTES: Final = 16
-_KEY = re.compile(r"t(0|[1-9][0-9]{0,8})c(0|[1-9][0-9]{0,8})")
 
 
 class RecordType(IntEnum):
@@ -53,6 +49,7 @@ class RecordType(IntEnum):
     UNKNOWN = 6
     FAILED = 7
     CLOSED = 8
+    SNAPSHOT = 9
 
 
 class OpenedRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -61,7 +58,8 @@ class OpenedRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     epoch: int
     """How often a writer got hold of a sandbox, this time included: from 1."""
     attempt: int
-    """Number of the sandbox among those of the trajectory, from 0; another one only where no command was sent yet."""
+    """Number of the sandbox among those of the trajectory, from 0; another one only where no command was sent yet, or
+    where it was restored."""
     sandbox_id: str
     """Its identity."""
     instance: str
@@ -72,6 +70,9 @@ class OpenedRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """`spec_digest` of it: with the text of the tools, without labels."""
     files_digest: bytes
     """`files_digest` of what is written into it first."""
+    restored: int | None = None
+    """Where it took the place of one in which commands had run: sequence number of the SNAPSHOT that it began with, or
+    0 where it began like the first. Commands after that are done again in it before anything else."""
 
 
 class PutRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -150,8 +151,31 @@ class ClosedRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The trajectory needs its sandbox no more."""
 
 
+class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The sandbox's state between two commands, durable before this record; or, as the first record, the state that the
+    trajectory begins with.
+    """
+
+    kind: SnapshotKind
+    """As in Snapshot."""
+    image: str
+    """As in Snapshot."""
+    data: Stored
+    """As in Snapshot; in the trajectory's own snapshots."""
+    is_shared: bool = False
+    """Whether it lies in the step's prepared states instead, for several trajectories."""
+
+
 CommandRecord = (
-    OpenedRecord | PutRecord | StartRecord | EndRecord | GetRecord | UnknownRecord | FailedRecord | ClosedRecord
+    OpenedRecord
+    | PutRecord
+    | StartRecord
+    | EndRecord
+    | GetRecord
+    | UnknownRecord
+    | FailedRecord
+    | ClosedRecord
+    | SnapshotRecord
 )
 
 _CLASSES: Final[dict[RecordType, type[msgspec.Struct]]] = {
@@ -163,10 +187,16 @@ _CLASSES: Final[dict[RecordType, type[msgspec.Struct]]] = {
     RecordType.UNKNOWN: UnknownRecord,
     RecordType.FAILED: FailedRecord,
     RecordType.CLOSED: ClosedRecord,
+    RecordType.SNAPSHOT: SnapshotRecord,
 }
 _TYPES: Final = {cls: record_type for record_type, cls in _CLASSES.items()}
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _DECODERS: Final = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in _CLASSES.items()}
+
+
+def record_name(record: CommandRecord) -> str:
+    """Returns what a record is called in texts for people, such as START."""
+    return _TYPES[type(record)].name
 
 
 def encode_record(record: CommandRecord) -> tuple[RecordType, bytes]:
@@ -274,174 +304,3 @@ def _digest(*parts: bytes) -> bytes:
         state.update(len(part).to_bytes(8, "little"))
         state.update(part)
     return state.digest()
-
-
-class LoggedCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """A command that the log knows."""
-
-    seq: int
-    """Sequence number of its START."""
-    start: StartRecord
-    """What was asked."""
-    end: EndRecord | None = None
-    """How it ended; None where that is not known."""
-    end_seq: int = 0
-    """Sequence number of the END; 0 where there is none."""
-
-
-class CommandHistory:
-    """What a log says so far. States, by what may come next:
-
-    nothing -> held (OPENED) -> running (START) -> held (END) ... -> collected (GET) -> closed (CLOSED)
-    any but closed -> failed (UNKNOWN, FAILED) -> closed
-
-    Not thread-safe; `apply` alone changes it.
-    """
-
-    def __init__(self) -> None:
-        self.next_seq = FIRST_SEQ
-        self.opened: OpenedRecord | None = None
-        self.put: PutRecord | None = None
-        self.commands: dict[str, LoggedCommand] = {}
-        self.running: LoggedCommand | None = None
-        self.collected: GetRecord | None = None
-        self.collected_seq = 0
-        self.gone: GoneCause | None = None
-        self.failure = ""
-        self.is_unknown = self.is_data_fault = False
-        self.is_closed = False
-
-    @property
-    def position(self) -> int:
-        """Sequence number of the last record, 0 where there is none."""
-        return self.next_seq - 1
-
-    @property
-    def is_going_on(self) -> bool:
-        """Whether there is a sandbox that may be needed again."""
-        return self.opened is not None and self.gone is None and not self.failure and not self.is_closed
-
-    def check_next(self, key: str) -> None:
-        """Checks that a command with a new key may come next.
-
-        Raises:
-            CommandDivergenceError: the log says that the trajectory went another way.
-
-        """
-        place = _place(key)
-        last = next(reversed(self.commands.values()), None)
-        if place is None:
-            raise CommandDivergenceError(f"command key is {key!r}; it must read t<turn>c<index>, such as t0c0")
-        if self.running is not None:
-            raise CommandDivergenceError(
-                f"{key} is asked for while {self.running.start.key} has no result: nobody can have gone on from there"
-            )
-        if last is not None and place <= (_place(last.start.key) or place):
-            raise CommandDivergenceError(f"{key} is asked for and is not in the log, which goes on to {last.start.key}")
-        if self.collected is not None:
-            raise CommandDivergenceError(f"{key} is asked for after the files were collected, which ends a trajectory")
-
-    def check(self, seq: int, record: CommandRecord) -> None:
-        """Checks that a record may come next.
-
-        Raises:
-            CommandLogDamagedError: no writer writes it here.
-
-        """
-        fault = self._fault(seq, record)
-        if fault:
-            kind = _TYPES[type(record)].name
-            raise CommandLogDamagedError(f"record {seq} ({kind}) cannot stand where it does: {fault}")
-
-    def apply(self, seq: int, record: CommandRecord) -> None:
-        """Takes the next record.
-
-        Raises:
-            CommandLogDamagedError: no writer writes it here; the state is as before.
-
-        """
-        self.check(seq, record)
-        match record:
-            case OpenedRecord():
-                self.opened = record
-            case PutRecord():
-                self.put = record
-            case StartRecord():
-                self.running = self.commands[record.key] = LoggedCommand(seq=seq, start=record)
-            case EndRecord():
-                assert self.running is not None, "checked"
-                ended = msgspec.structs.replace(self.running, end=record, end_seq=seq)
-                self.commands[ended.start.key] = ended
-                self.running, self.gone = None, record.gone
-            case GetRecord():
-                self.collected, self.collected_seq = record, seq
-            case UnknownRecord() | FailedRecord():
-                self.failure = record.detail or "no reason was recorded"
-                self.is_unknown = isinstance(record, UnknownRecord)
-                self.is_data_fault = isinstance(record, FailedRecord) and record.is_data_fault
-            case ClosedRecord():
-                self.is_closed = True
-        self.next_seq = seq + 1
-
-    def _fault(self, seq: int, record: CommandRecord) -> str:
-        """Why the record may not come next; empty where it may."""
-        if seq != self.next_seq:
-            return f"the record before it is {self.position}"
-        if self.is_closed:
-            return "the log was closed before it"
-        if isinstance(record, ClosedRecord):
-            return ""
-        if self.failure:
-            return "the trajectory had failed before it"
-        if isinstance(record, FailedRecord):
-            return ""
-        if isinstance(record, OpenedRecord):
-            return self._opened_fault(record)
-        if self.opened is None:
-            return "no sandbox was opened before it"
-        match record:
-            case PutRecord():
-                is_late = self.put or self.commands or self.collected
-                return "files were put before, or the sandbox was used" if is_late else ""
-            case StartRecord():
-                return self._start_fault(record)
-            case EndRecord() | UnknownRecord():
-                running = None if self.running is None else self.running.seq
-                if record.start != running:
-                    return f"it ends command {record.start}, and what runs is {running or 'none'}"
-                return "it ends as infra" if isinstance(record, EndRecord) and record.status is CallStatus.INFRA else ""
-            case GetRecord():
-                return "a command runs, or files were collected before" if self.running or self.collected else ""
-
-    def _opened_fault(self, record: OpenedRecord) -> str:
-        before = self.opened
-        if self.collected is not None or self.gone is not None:
-            return "the sandbox was needed no more"
-        if record.epoch != (1 if before is None else before.epoch + 1):
-            return f"its epoch is {record.epoch}"
-        if before is None:
-            return ""
-        if (before.spec_digest, before.files_digest) != (record.spec_digest, record.files_digest):
-            return "it is made of something else"
-        is_same = (before.attempt, before.sandbox_id, before.instance) == (
-            record.attempt,
-            record.sandbox_id,
-            record.instance,
-        )
-        if self.commands and not is_same:
-            return "it is another sandbox than the one in which commands ran"
-        return "its attempt is smaller" if record.attempt < before.attempt else ""
-
-    def _start_fault(self, record: StartRecord) -> str:
-        if record.key in self.commands:
-            return f"{record.key} was sent before"
-        try:
-            self.check_next(record.key)
-        except CommandDivergenceError as error:
-            return str(error)
-        return ""
-
-
-def _place(key: str) -> tuple[int, int] | None:
-    match = _KEY.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None

@@ -1,6 +1,6 @@
 """Schema of the sandbox: which functions a model may call, and what one call may use up. Read by `sandbox/`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,6 +27,10 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A longer answer loses its middle."""
 
 
+KeptSubstrate = Literal["container", "microvm", "fullvm"]
+"""What isolates a sandbox that lasts (`substrate.py`)."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one sandbox, and one command in it, may use up."""
 
@@ -47,6 +51,19 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     length is told."""
 
 
+class LayersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the layers of images are kept, and what one may have."""
+
+    dir: str = "~/.cache/rollforward/layers"
+    """The store, of each machine: a directory that processes and runs share. `rollforward sandbox layers` lists it and
+    makes room.
+    """
+    max_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 16 << 30
+    """Of one layer, unpacked: what has more is refused, whatever it says of itself."""
+    max_files: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
+    """Directories, files and links of one layer."""
+
+
 class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sandboxes that a completion keeps from its first call to its last: where they are, how many, and what one may use
     up.
@@ -55,9 +72,13 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     limits: Limits = Limits()
     """What one may use up."""
     images: dict[str, tuple[str, ...]] = {}
-    """Images by name, each a list of directories that are stacked read-only, the lowest first. `host` is there without:
-    this machine's /usr and its Python.
+    """Images by name, each a list of layers that are stacked read-only, the lowest first: a directory, a tar archive
+    (plain, gzip or zstd), an OCI layout (`DIR` or `DIR#NAME`, all layers of that image), or `layer:DIGEST` for one that
+    is in the store. Base, workspace and toolkit are layers of their own, so that each changes by itself. `host` is
+    there without: this machine's /usr and its Python.
     """
+    layers: LayersConfig = LayersConfig()
+    """Where layers are kept."""
     actors: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     """Sandbox actors of the run, spread over the nodes; each has a supervisor process that its sandboxes belong to."""
     resources: dict[str, Annotated[float, msgspec.Meta(gt=0.0)]] = {}
@@ -74,8 +95,20 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds that a new sandbox is waited for, room for it included."""
     attempts: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
     """How often something that is safe to repeat is tried before it is an infra failure: making a sandbox, asking one
-    again. A command whose outcome is unknown is never repeated.
+    again. A command whose outcome is unknown is never repeated but in a sandbox that was restored (`on_lost`), where
+    nothing of it is left.
     """
+    snapshots: Literal["never", "drain", "turn"] = "never"
+    """When the state of a completion's sandbox is kept beside its command log. `drain`: when the replica that uses it
+    is told to leave. `turn`: after every turn too, while the policy thinks.
+    """
+    on_lost: Literal["fail", "restore"] = "fail"
+    """What becomes of a completion whose sandbox is lost. `fail`: it is an infra failure, but where the last snapshot
+    has all that was done. `restore`: the last snapshot, or the beginning, is restored in another sandbox, and the
+    commands after it are done again; if one ends otherwise than the first time, it is an infra failure after all.
+    """
+    max_snapshot_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, lt=1 << 30)] = 256 * _MIB
+    """Of one snapshot; a sandbox that has more is not kept."""
     break_after: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """So many infra failures in a row and a supervisor gets no new sandboxes for `break_s` seconds."""
     break_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 30.0
@@ -110,4 +143,4 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     start_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 120.0
     """Seconds in which a warm process must be ready, its tools imported."""
     container: ContainerConfig = ContainerConfig()
-    """Sandboxes of tasks whose `substrate` is `container`."""
+    """Sandboxes of tasks whose `substrate` is `container`, `microvm` or `fullvm`."""

@@ -23,53 +23,34 @@ in memory, in an overlay whose private layer has a fixed size (`inside/root.py`)
 """
 
 import asyncio
-import contextlib
 import functools
-import marshal
 import os
-import signal
 import socket
-from collections.abc import Mapping, Sequence
-from types import CodeType
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from rollforward.sandbox import cgroups, host
-from rollforward.sandbox.agent_link import AgentLink, Answer, Parts
-from rollforward.sandbox.config import ToolConfig
-from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError, ToolError
+from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.images import Images
-from rollforward.sandbox.inside import frames, system
-from rollforward.sandbox.inside.files import PART_BYTES
-from rollforward.sandbox.outcomes import Table, call_result, exec_result, gone_call, gone_exec
-from rollforward.sandbox.results import encode_call, failed
-from rollforward.sandbox.toolset import tool_path, tool_source
-from rollforward.sandbox.types import Call, CallResult, CallStatus, ExecRequest, ExecResult, ExecStatus, SandboxSpec
-from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate, host_pid
+from rollforward.sandbox.inside import system
+from rollforward.sandbox.instance import Instance, tool_code
+from rollforward.sandbox.types import SandboxSpec
+from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate
 
-_KILL_TIMEOUT_S: Final = 10.0
-_REMOVE_TRIES: Final = 100
-"""After it, five seconds long."""
-_GRACE_S: Final = 40.0
-"""The agent has this long after a command's deadline to say how it ended, on a busy machine; then it is lost."""
 _OWN_PROCESSES: Final = 2
 """The agent, and the process that waits for the next command."""
-_LAST_WORDS_S: Final = 1.0
 _SETUP_TIMEOUT_S: Final = 60.0
-_SPARE_PROCESSES: Final = 80
+SPARE_PROCESSES: Final = 80
 """Beyond the limit: the agent and the processes around commands, so that no command can keep the agent from forking."""
-_MAX_STDIN_BYTES: Final = 64 << 20
-_MAX_ARGUMENT_BYTES: Final = 1 << 20
-_MAX_PROGRAM_BYTES: Final = 8 << 20
-"""Of a command's arguments and environment: more than the kernel takes, and little for the agent to hear of."""
 
 
 class ContainerSubstrate:
     """Makes containers. Belongs to one event loop, whose thread must live as long as they shall.
 
     Args:
-        images: directories by image, the lowest first.
+        images: what they can be made of.
         label: part of the names of control groups; letters, digits, '-' and '_'.
         max_sandboxes: at one time.
         hierarchies: control groups to use; None: those that there are.
@@ -77,13 +58,13 @@ class ContainerSubstrate:
 
     def __init__(
         self,
-        images: Mapping[str, tuple[str, ...]],
+        images: Images,
         *,
         label: str,
         max_sandboxes: int,
         hierarchies: cgroups.Hierarchies | None = None,
     ) -> None:
-        self._images = Images(images)
+        self._images = images
         self._label = cgroups.check_label(label)
         if not 0 < max_sandboxes < USERS:
             raise ValueError(f"max_sandboxes is {max_sandboxes}; it must be 1 to {USERS - 1}")
@@ -101,7 +82,7 @@ class ContainerSubstrate:
             SandboxUnavailableError: this machine cannot make containers.
         """
         await self._warm()
-        return host.probe(self._hierarchies)
+        return msgspec.structs.replace(host.probe(self._hierarchies), layers=self._images.report())
 
     async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None) -> "Container":
         """Make a container.
@@ -112,7 +93,7 @@ class ContainerSubstrate:
             SandboxFileError: the snapshot is none, or does not fit.
         """
         image = self._images.request(spec.image)
-        codes = [_code(tool, tool_source(tool)) for tool in spec.tools]
+        codes = [tool_code(tool) for tool in spec.tools]
         if sandbox_id in self._containers:
             raise ValueError(f"there is a container {sandbox_id!r}; kill it first")
         if not self._users:
@@ -163,56 +144,21 @@ class ContainerSubstrate:
             self._users.append(uid)
 
 
-class Container:
-    """One container: it comes up, is asked, and is gone when `died` has a cause. Made by `ContainerSubstrate.create`.
-
-    Attributes:
-        pid: of its first process, on this host.
-        died: why it is gone, once it is.
-    """
+class Container(Instance):
+    """One container. Made by `ContainerSubstrate.create`."""
 
     def __init__(
         self, sandbox_id: str, spec: SandboxSpec, hierarchies: cgroups.Hierarchies, label: str, forget: Any
     ) -> None:
-        self.id = sandbox_id
-        self.spec = spec
-        self.pid = -1
-        self.died: asyncio.Future[GoneCause] = asyncio.get_running_loop().create_future()
+        """Nothing runs yet; see `start`."""
         limits = spec.limits
-        self._forget = forget
-        self._tools = {tool.name: tool for tool in spec.tools}
+        memory_bytes, processes = limits.memory_bytes + limits.disk_bytes, limits.processes + SPARE_PROCESSES
+        make_group = functools.partial(cgroups.Group, hierarchies, label, sandbox_id, memory_bytes, processes)
+        super().__init__(sandbox_id, spec, make_group, forget)
         self._is_memory_limited = hierarchies.memory is not None
-        try:
-            self._group = cgroups.Group(
-                hierarchies,
-                label,
-                sandbox_id,
-                limits.memory_bytes + limits.disk_bytes,
-                limits.processes + _SPARE_PROCESSES,
-            )
-        except OSError as error:
-            raise SandboxUnavailableError(f"sandbox: making its control group failed: {error}") from None
-        self._pidfd = -1
-        self._is_dead = self._is_gone = False
-        self._burying: asyncio.Task[None] | None = None
-        self._link: AgentLink | None = None
-        self._is_closing = False
-        self._ooms = 0
-        self._killing: asyncio.Task[None] | None = None
-        self._table = Table()
-
-    @property
-    def cgroup(self) -> tuple[Any, ...]:
-        """Directories of its control groups."""
-        return self._group.paths
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether a `kill` has left no process and no group of it. Until then nobody else gets its name or its user."""
-        return self._is_gone
 
     async def start(
-        self, template: WarmTemplate, request: Mapping[str, Any], codes: Sequence[bytes], snapshot: bytes
+        self, template: WarmTemplate, request: Mapping[str, Any], codes: list[bytes], snapshot: bytes
     ) -> None:
         """Fork it and wait until it is up. Called once, by the substrate."""
         limits = self.spec.limits
@@ -224,220 +170,22 @@ class Container:
                     given.append(_as_file(snapshot))
                 given += self._group.open_procs()
                 asked = {"disk_bytes": limits.disk_bytes, "files": limits.files, "has_snapshot": bool(snapshot)}
-                self._pidfd = await template.make({**request, **asked}, [inside.fileno(), *given])
+                self._watch(await template.make({**request, **asked}, [inside.fileno(), *given]))
         except BaseException:
             ours.close()
             raise
         finally:
             for descriptor in given:
                 os.close(descriptor)
-        self.pid = host_pid(self._pidfd)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._on_death)
-        self._link = link = await AgentLink.open(ours, self._signal)
         told = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited}
-        link.tell({"limits": told, "tools": list(self._tools)}, *codes)
         try:
-            head, _ = await asyncio.wait_for(link.hello, _SETUP_TIMEOUT_S)
+            await self._greet(ours, [({"limits": told, "tools": list(self._tools)}, codes)], _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError):
             raise SandboxUnavailableError(f"sandbox: a container did not come up: {template.said()}") from None
-        _check_hello(head, self._tools)
-
-    async def exec(self, request: ExecRequest, key: str | None = None) -> ExecResult:
-        """Run a command. With a key it runs once, however often it is asked for.
-
-        Raises:
-            SandboxKeyError: the key is another command's.
-        """
-        forgotten = ExecResult(status=ExecStatus.INFRA, detail="ran; its result is not held any more")
-        return await self._table.get(key, request, lambda: self._exec(request), forgotten)
-
-    async def call(self, call: Call, key: str | None = None) -> CallResult:
-        """Call a tool. With a key it runs once, however often it is asked for.
-
-        Raises:
-            SandboxKeyError: the key is another command's.
-        """
-        forgotten = failed(CallStatus.INFRA, "", "ran; its result is not held any more")
-        return await self._table.get(key, call, lambda: self._call(call), forgotten)
-
-    async def upload(self, files: Mapping[str, bytes]) -> None:
-        """Write files; what is there is overwritten.
-
-        Args:
-            files: bytes by path, absolute or below /workspace.
-
-        Raises:
-            SandboxFileError: one cannot be written; those before it are.
-            SandboxGoneError: the container is gone.
-        """
-        for path, data in files.items():
-            for offset in range(0, max(len(data), 1), PART_BYTES):
-                part = data[offset : offset + PART_BYTES]
-                await self._files({"op": "upload", "path": path, "offset": offset}, part)
-
-    async def download(self, paths: Sequence[str], *, max_bytes: int) -> dict[str, bytes]:
-        """Read regular files; those that are absent are left out.
-
-        Args:
-            paths: absolute or below /workspace.
-            max_bytes: of all together.
-
-        Raises:
-            SandboxFileError: one is no regular file, its path passes a link, or there are more bytes.
-            SandboxGoneError: the container is gone.
-        """
-        names = list(paths)
-        parts = await self._files({"op": "download", "paths": names, "max_bytes": max_bytes}, most=max_bytes)
-        found: dict[str, bytearray] = {}
-        for head, data in parts:
-            found.setdefault(names[head["index"]], bytearray()).extend(data)
-        return {path: bytes(data) for path, data in found.items()}
-
-    async def snapshot(self, *, max_bytes: int) -> bytes:
-        """All files that differ from the image's, as an uncompressed tar (`inside/snapshots.py`).
-
-        Raises:
-            SandboxFileError: it has more bytes.
-            SandboxGoneError: the container is gone.
-        """
-        parts = await self._files({"op": "snapshot", "max_bytes": max_bytes}, most=max_bytes)
-        return b"".join(data for _, data in parts)
 
     async def is_fresh(self) -> bool:
-        """Whether it is as it was when it had just been made: no process, no file, no command that it remembers.
-
-        Raises:
-            SandboxGoneError: the container is gone.
-        """
-        head, _ = await self._asked().ask({"op": "verify"})
-        return head.get("fault") == "" and self._table.is_empty() and len(self._group.processes()) <= _OWN_PROCESSES
-
-    async def kill(self) -> None:
-        """End it and all that belongs to it. May be called again, and by several.
-
-        What does not end in time, since a process waits in the kernel for something, is not `is_gone` after it; to call
-        it again tries again, and does not wait.
-        """
-        if self._killing is None:
-            self._is_closing = True
-            self._killing = asyncio.create_task(self._end())
-        await asyncio.shield(self._killing)
-        self._finish()
-
-    async def _exec(self, request: ExecRequest) -> ExecResult:
-        limits = self.spec.limits
-        before = self._group.oom_kills()
-        asked = {
-            "op": "exec",
-            "argv": request.argv,
-            "env": request.env,
-            "cwd": request.cwd,
-            "wall_s": limits.wall_s if request.wall_s is None else request.wall_s,
-        }
-        if len(request.stdin) > _MAX_STDIN_BYTES or not request.argv:
-            detail = f"did not run: it has no program, or more than {_MAX_STDIN_BYTES} bytes of input"
-            return ExecResult(status=ExecStatus.INFRA, detail=detail)
-        if sum(map(len, (*request.argv, *request.env, *request.env.values(), request.cwd))) > _MAX_PROGRAM_BYTES:
-            said = b"argument list too long\n"
-            return ExecResult(status=ExecStatus.EXIT, exit_code=126, stderr=said, stderr_bytes=len(said))
-        if self.died.done():
-            return gone_exec(self.died.result(), has_run=False)
-        try:
-            head, blobs = await self._run(asked, request.stdin)
-        except SandboxGoneError as error:
-            return gone_exec(error.cause, has_run=True)
-        return exec_result(head, blobs, limits, self._has_oom_since(before))
-
-    async def _call(self, call: Call) -> CallResult:
-        refused, payload = encode_call(call, self._tools, _MAX_ARGUMENT_BYTES)
-        if refused:
-            return failed(CallStatus.ERROR, refused)
-        tool = self._tools[call.tool]
-        before = self._group.oom_kills()
-        asked = {"op": "call", "wall_s": tool.timeout_s, "max_chars": tool.max_output_chars}
-        if self.died.done():
-            return gone_call(self.died.result(), has_run=False)
-        try:
-            head, blobs = await self._run(asked, payload)
-        except SandboxGoneError as error:
-            return gone_call(error.cause, has_run=True)
-        return call_result(head, blobs, tool, self.spec.limits, self._has_oom_since(before))
-
-    async def _run(self, head: frames.Head, blob: bytes) -> Answer:
-        """Ask for a command, and end a container whose agent forgets the deadline."""
-        asking = asyncio.create_task(self._asked().ask(head, blob))
-        done, _ = await asyncio.wait([asking], timeout=head["wall_s"] + _GRACE_S)
-        if not done:
-            self._signal()
-        return await asking
-
-    def _has_oom_since(self, before: int) -> bool:
-        self._ooms = max(self._ooms, self._group.oom_kills())
-        return self._ooms > before
-
-    def _asked(self) -> AgentLink:
-        if self.died.done() or self._link is None:
-            raise _gone(self.id, self.died.result() if self.died.done() else GoneCause.LOST)
-        return self._link
-
-    async def _files(self, head: frames.Head, *blobs: bytes, most: int = 0) -> list[tuple[frames.Head, bytes]]:
-        """Ask about files; the parts of the answer."""
-        parts = Parts(most)
-        answer, _ = await self._asked().ask(head, *blobs, parts=parts)
-        for name in ("file_error", "error"):
-            if said := answer.get(name):
-                raise SandboxFileError(f"sandbox {self.id}: {said}")
-        return parts.found
-
-    def _signal(self) -> None:
-        if self._pidfd >= 0 and not self._is_dead:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def _on_death(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._is_dead = True
-        self._burying = asyncio.create_task(self._bury())
-
-    async def _bury(self) -> None:
-        """Hear what it has said last, and say why it is gone."""
-        if self._link is not None:
-            await self._link.drain(_LAST_WORDS_S)
-        if self._is_closing:
-            cause = GoneCause.CLOSED
-        else:
-            cause = GoneCause.OOM if self._group.oom_kills() > self._ooms else GoneCause.LOST
-        self.died.set_result(cause)
-        if self._link is not None:
-            self._link.end(_gone(self.id, cause))
-        if self._killing is not None and self._killing.done():
-            self._finish()  # too late for who killed it
-
-    async def _end(self) -> None:
-        if self._pidfd < 0:
-            if not self.died.done():
-                self.died.set_result(GoneCause.CLOSED)
-        else:
-            self._group.kill()
-            self._signal()
-            await asyncio.wait([self.died], timeout=_KILL_TIMEOUT_S)
-        for attempt in range(_REMOVE_TRIES):
-            if self._finish():
-                break
-            await asyncio.sleep(0.001 * (attempt + 1))
-
-    def _finish(self) -> bool:
-        """Let go of its name and its user if nothing of it is left, or else kill it again; whether nothing is."""
-        if self._is_gone:
-            return True
-        self._is_gone = (self._pidfd < 0 or self._is_dead) and self._group.remove()
-        if self._is_gone:
-            self._forget(self)
-        else:
-            self._group.kill()
-            self._signal()
-        return self._is_gone
+        """See `Instance`."""
+        return await super().is_fresh() and len(self._group.processes()) <= _OWN_PROCESSES
 
 
 def _as_file(data: bytes) -> int:
@@ -446,36 +194,3 @@ def _as_file(data: bytes) -> int:
     system.write_all(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _gone(sandbox_id: str, cause: GoneCause) -> SandboxGoneError:
-    return SandboxGoneError(f"sandbox {sandbox_id} is gone: {cause.value}; make a new one", cause)
-
-
-def _check_hello(head: frames.Head, tools: Mapping[str, ToolConfig]) -> None:
-    match head["kind"]:
-        case "":
-            return
-        case "tool":
-            name, _, exception = head["error"].partition("\n")
-            raise ToolError(
-                f"tool {name}: importing {tool_path(tools[name])} in the sandbox raised {exception}. Correct the file;"
-                " it sees the standard library and no other module or file"
-            )
-        case "snapshot":
-            raise SandboxFileError(f"sandbox: the snapshot cannot be restored: {head['error']}")
-        case _:
-            raise SandboxUnavailableError(f"sandbox: a container did not come up: {head['error']}")
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(name: str, source: str) -> bytes:
-    code: CodeType = compile(source, f"{name}.py", "exec", dont_inherit=True)
-    return marshal.dumps(code)
-
-
-def _code(tool: ToolConfig, source: str) -> bytes:
-    try:
-        return _compiled(tool.name, source)
-    except (SyntaxError, ValueError) as error:
-        raise ToolError(f"tool {tool.name}: {tool_path(tool)} is no Python: {error}. Correct it") from None

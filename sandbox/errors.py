@@ -35,6 +35,14 @@ class SandboxUnavailableError(SandboxError, ValueError):
     """
 
 
+class LayerError(SandboxUnavailableError):
+    """What an image is to be made of cannot be used: it is absent, no directory, archive or OCI layout, damaged, too
+    large, or holds what a layer may not.
+
+    The user, or whoever made the archive, is wrong: correct it, do not retry.
+    """
+
+
 class SandboxClosedError(SandboxError, RuntimeError):
     """A call was made of a sandbox that is closed, or was still waiting when it closed.
 

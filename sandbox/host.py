@@ -24,6 +24,9 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where everything is enforced."""
     hierarchies: str = ""
     """Which control groups there are."""
+    layers: str = ""
+    """How containers see the layers of images: as mounted files or as directories, and why; `none` where there are
+    none."""
 
     def check(self, trusted_code: bool) -> None:
         """Refuse code that nobody trusts where something is missing.

@@ -17,6 +17,7 @@ from rollforward.sandbox import wire
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxUnavailableError
 from rollforward.sandbox.homes import Home
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.transport import SocketTransport
 from rollforward.sandbox.wire import Operation
 
@@ -122,9 +123,22 @@ async def _find_or_start(home: Home, config: ContainerConfig) -> tuple[SocketTra
                 f" why, or that of one that crashed, {home.crash_log}: {home.last_words() or 'there is none'}"
             )
         if home.holder() is None:
+            began_s = time.monotonic()
+            await asyncio.to_thread(_make_layers, config)
+            end_s += time.monotonic() - began_s  # which may be longer than any start
             await asyncio.to_thread(_start, home, config, end_s)
         else:
             await asyncio.sleep(_LOOK_S)
+
+
+def _make_layers(config: ContainerConfig) -> None:
+    """Have the layers of all images in this machine's store, from which a supervisor takes them at once.
+
+    Raises:
+        SandboxUnavailableError: one cannot be made.
+    """
+    if config.images:
+        Images(config.images, config.layers).store.close()
 
 
 def _start(home: Home, config: ContainerConfig, end_s: float) -> None:

@@ -5,7 +5,7 @@
                                                                    stuck, tried again at each sweep
 
 Room is given first come, first served; a place is free again when nothing of its sandbox is left. A sandbox that is
-gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what isolates (`container.py`).
+gone is remembered by why. Not here: bytes and sockets (`supervisor.py`), what isolates (`substrate.py`).
 """
 
 import asyncio
@@ -14,14 +14,13 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
 from rollforward.sandbox import wire
 from rollforward.sandbox.config import ContainerConfig
-from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.errors import (
     GoneCause,
     SandboxBusyError,
@@ -30,10 +29,13 @@ from rollforward.sandbox.errors import (
     SandboxIdentityError,
     SandboxUnavailableError,
 )
+from rollforward.sandbox.gate import Gate
 from rollforward.sandbox.graves import Graves, was_closed
+from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
 from rollforward.sandbox.room import Room
-from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec
+from rollforward.sandbox.substrate import Substrate
+from rollforward.sandbox.types import CREATE_BOUNDS_S, PoolStats, SandboxInfo, SandboxSpec, Snapshot, SnapshotKind
 
 _MAKERS: Final = 8
 """Sandboxes that are made at one time."""
@@ -51,12 +53,17 @@ class Box:
 
     record: LeaseRecord
     spec: SandboxSpec
-    container: Container
+    sandbox: Instance
     made_s: float
     deadline: Deadline | None = None
     """None while it is warm."""
     has_room: bool = False
     is_ending: bool = False
+    gate: Gate = field(init=False)
+    """What it is asked passes there."""
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.sandbox)
 
 
 @dataclass(eq=False)
@@ -74,11 +81,11 @@ class _Making:
 class Pool:
     """See the module. One event loop; between two of its awaits nothing changes."""
 
-    def __init__(self, substrate: ContainerSubstrate, book: LeaseBook, config: ContainerConfig) -> None:
+    def __init__(self, substrate: Substrate, book: LeaseBook, config: ContainerConfig) -> None:
         """Begin with no sandbox.
 
         Args:
-            substrate: makes containers; it is started.
+            substrate: makes them; it is started.
             book: where records go.
             config: bounds; `configure` changes them.
         """
@@ -110,7 +117,7 @@ class Pool:
         self._room.resize(config.max_sandboxes)
 
     async def create(
-        self, sandbox_id: str, spec: SandboxSpec, *, owner: str, snapshot: bytes | None, within_s: float
+        self, sandbox_id: str, spec: SandboxSpec, *, owner: str, snapshot: Snapshot | None, within_s: float
     ) -> Box:
         """Return the sandbox of that identity, made if there is none.
 
@@ -119,7 +126,7 @@ class Pool:
         Raises:
             SandboxBusyError: no room within that time.
             SandboxIdentityError: the identity is none, or is that of something else.
-            SandboxError: see `ContainerSubstrate.create`.
+            SandboxError: see `Substrate.create`.
         """
         wire.check_identity(sandbox_id)
         making = self._making.get(sandbox_id)
@@ -205,6 +212,7 @@ class Pool:
                 instance=box.record.instance,
                 owner=box.record.owner,
                 spec=box.spec,
+                platform=box.sandbox.platform,
                 age_s=now_s - box.made_s,
                 lease_s=0.0 if box.deadline is None else box.deadline.left_s,
             )
@@ -256,7 +264,9 @@ class Pool:
             await asyncio.wait(tuple(self._tasks), timeout=end_s - time.monotonic())
         await self._substrate.close()
 
-    async def _make(self, making: _Making, sandbox_id: str, owner: str, snapshot: bytes | None, within_s: float) -> Box:
+    async def _make(
+        self, making: _Making, sandbox_id: str, owner: str, snapshot: Snapshot | None, within_s: float
+    ) -> Box:
         start_s = time.monotonic()
         try:
             await self._room.take(within_s)
@@ -281,7 +291,7 @@ class Pool:
                 box = await self._new(record, making.spec, snapshot)
             else:
                 self._counts["warm_hits"] += 1
-            if box.container.died.done() or self._is_closed:
+            if box.sandbox.died.done() or self._is_closed:
                 self._take_down(box)
                 raise SandboxUnavailableError(f"sandbox {sandbox_id} died as soon as it was made")
         except BaseException:
@@ -299,17 +309,17 @@ class Pool:
             raise was_closed(sandbox_id)
         return box
 
-    async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: bytes | None) -> Box:
-        """Make a container, with a record before it is there and a better one after."""
+    async def _new(self, record: LeaseRecord, spec: SandboxSpec, snapshot: Snapshot | None) -> Box:
+        """Make one, with a record before it is there and a better one after."""
         async with self._makers:
             self._book.write(record)
             try:
-                container = await self._substrate.create(record.instance, spec, snapshot=snapshot)
+                sandbox = await self._substrate.create(record.instance, spec, **_beginning(snapshot))
             except BaseException:
                 self._book.remove(record.instance)
                 raise
-        box = Box(record=record, spec=spec, container=container, made_s=time.monotonic())
-        container.died.add_done_callback(lambda died: self._died(box, died))
+        box = Box(record=record, spec=spec, sandbox=sandbox, made_s=time.monotonic())
+        sandbox.died.add_done_callback(lambda died: self._died(box, died))
         try:
             self._rewrite(box, record)
         except SandboxUnavailableError:
@@ -318,13 +328,13 @@ class Pool:
         return box
 
     def _rewrite(self, box: Box, record: LeaseRecord) -> None:
-        pid = box.container.pid
+        pid = box.sandbox.pid
         record = msgspec.structs.replace(
             record,
             instance=box.record.instance,
             pid=pid,
             started_ticks=started_ticks(pid),
-            cgroups=tuple(str(path) for path in box.container.cgroup),
+            cgroups=tuple(str(path) for path in box.sandbox.cgroup),
         )
         self._book.write(record)
         box.record = record
@@ -334,7 +344,7 @@ class Pool:
         while (box := next((box for box in self._warm if _is_same(box.spec, spec)), None)) is not None:
             self._warm.remove(box)
             try:
-                if await box.container.is_fresh() and not box.container.died.done():
+                if await box.sandbox.is_fresh() and not box.sandbox.died.done():
                     self._rewrite(box, record)
                     box.spec, box.made_s = spec, time.monotonic()
                     return box
@@ -378,7 +388,7 @@ class Pool:
             except (SandboxError, OSError):
                 self._counts["failed"] += 1
                 return
-            if self._is_closed or box.container.died.done():
+            if self._is_closed or box.sandbox.died.done():
                 self._take_down(box)
                 return
             self._warm.append(box)
@@ -392,7 +402,7 @@ class Pool:
             box.deadline.renew(self._config.lease_s)
 
     def _died(self, box: Box, died: "asyncio.Future[GoneCause]") -> None:
-        """A container ended by itself or was killed by somebody else."""
+        """One ended by itself or was killed by somebody else."""
         if box.is_ending or died.cancelled():
             return
         cause = GoneCause.LOST if died.exception() is not None else died.result()
@@ -417,15 +427,15 @@ class Pool:
     def _take_down(self, box: Box) -> None:
         box.is_ending = True
         self._ending.add(box)
-        self._start(self._end_container(box))
+        self._start(self._end_sandbox(box))
 
-    async def _end_container(self, box: Box) -> None:
+    async def _end_sandbox(self, box: Box) -> None:
         try:
             async with self._enders:
-                await box.container.kill()
+                await box.sandbox.kill()
         finally:
             self._ending.discard(box)
-        if not box.container.is_gone:
+        if not box.sandbox.is_gone:
             self._stuck.add(box)  # a process of it waits in the kernel for something, killed as it is
             return
         self._book.remove(box.record.instance)
@@ -452,6 +462,13 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _beginning(snapshot: Snapshot | None) -> dict[str, Any]:
+    """What a substrate is told of the snapshot that a sandbox begins with."""
+    if snapshot is None:
+        return {"snapshot": None}
+    return {"saved" if snapshot.kind is SnapshotKind.MACHINE else "snapshot": snapshot.data}
 
 
 def _is_same(one: SandboxSpec, other: SandboxSpec) -> bool:

@@ -21,8 +21,9 @@ import msgspec
 
 from rollforward.sandbox.blobs import BlobStore
 from rollforward.sandbox.client import SandboxClient
-from rollforward.sandbox.command_log import LogView, log_name
-from rollforward.sandbox.command_records import LoggedCommand, decode_call, path_text, spec_digest
+from rollforward.sandbox.command_history import LoggedCommand
+from rollforward.sandbox.command_log import SNAPSHOTS_NAME, LogView, log_name
+from rollforward.sandbox.command_records import SnapshotRecord, decode_call, path_text, spec_digest
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import CommandLogDamagedError
 from rollforward.sandbox.session import Session
@@ -116,7 +117,13 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def replay(
-    client: SandboxClient, view: LogView, blobs: BlobStore, *, config: ContainerConfig, masks: Masks
+    client: SandboxClient,
+    view: LogView,
+    blobs: BlobStore,
+    *,
+    config: ContainerConfig,
+    masks: Masks,
+    begin: bytes = b"",
 ) -> Replayed:
     """Does a trajectory's commands again and compares.
 
@@ -126,6 +133,7 @@ async def replay(
         blobs: beside it.
         config: patience.
         masks: what may differ.
+        begin: the state that it began with, where its log says so.
 
     Raises:
         CommandLogDamagedError: the log or a blob of it cannot be believed.
@@ -148,6 +156,10 @@ async def replay(
     files = {path_text(path): blobs.get(stored) for path, stored in put}
     steps: list[ReplayedStep] = []
     with tempfile.TemporaryDirectory() as scratch:
+        record = history.begin
+        if record is not None:
+            store = BlobStore(Path(scratch) / SNAPSHOTS_NAME / view.trajectory, sync=False)
+            record = SnapshotRecord(record.kind, record.image, store.put(begin))
         session = await Session.open(
             client,
             log_path=Path(scratch) / log_name(view.trajectory),
@@ -156,6 +168,7 @@ async def replay(
             files=files,
             config=config,
             sync=False,
+            begin=record,
         )
         try:
             for command in history.commands.values():

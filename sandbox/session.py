@@ -12,7 +12,14 @@ says UNKNOWN, the trajectory has failed as infra, and nothing of it ever runs ag
 |--------------------------------|---------------------------------------------------------------------------|
 | before the first command       | another one under the next attempt: nothing was lost                      |
 | out of memory, by a command    | that command and all later ones have the status OOM: the policy's doing   |
+| with a snapshot of all of it   | another one begins with that snapshot: nothing was lost                   |
+| otherwise, on_lost=restore     | another one begins with the last snapshot, or like the first did; the     |
+|                                | commands after that are done again and must end as the log says           |
 | otherwise                      | INFRA; the trajectory says nothing about the policy                       |
+
+A command whose outcome is unknown left nothing behind when its sandbox is gone, so that a restored one may run it; what
+the policy has been told stays what the log says, and where the commands done again tell another story the trajectory
+has failed. Of a container a snapshot holds the files (not /dev/shm) and no process; between two commands it has none.
 
 Files to begin with that fit into no sandbox end it like that too; `is_data_fault` says so: another one would not help.
 
@@ -25,19 +32,17 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, Self
-
-import msgspec
+from typing import Protocol, Self
 
 from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.command_history import CommandHistory, LoggedCommand
 from rollforward.sandbox.command_log import CommandLog
 from rollforward.sandbox.command_records import (
     ClosedRecord,
-    CommandHistory,
     EndRecord,
     FailedRecord,
     GetRecord,
-    LoggedCommand,
+    SnapshotRecord,
     StartRecord,
     UnknownRecord,
     encode_call,
@@ -49,47 +54,18 @@ from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import (
     CommandDivergenceError,
     CommandLogError,
-    CommandLogLockedError,
     GoneCause,
     SandboxError,
     SandboxFileError,
     SandboxGoneError,
     ToolError,
 )
+from rollforward.sandbox.restoring import branch, caught_up, keep
 from rollforward.sandbox.results import OOM_TEXT
-from rollforward.sandbox.tenancy import LostError, Tenancy, UnfitFilesError, in_thread, lost
-from rollforward.sandbox.types import Call, CallResult, CallStatus, SandboxSpec
+from rollforward.sandbox.tenancy import Beginning, LostError, Tenancy, UnfitFilesError, in_thread, lost, open_log
+from rollforward.sandbox.types import Call, CallResult, CallStatus, Collected, SandboxSpec, SessionResult
 
-_LOCK_WAIT_S: Final = 10.0
-"""A predecessor that was killed gives its lock back when the kernel has ended it."""
-_LOCK_PAUSE_S: Final = 0.02
 _SANDBOX = re.compile(r"^sandbox [0-9a-z-]+: ")
-
-
-class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a call."""
-
-    result: CallResult
-    """What it said; the same in every life of the trajectory. Status INFRA: it says nothing about the policy."""
-    position: int
-    """Sequence number of the record that it rests on."""
-    is_replayed: bool
-    """Whether the log answered, and not the sandbox."""
-
-
-class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """Files that were taken out of a sandbox."""
-
-    files: dict[str, bytes]
-    """Path, as it was asked for, -> content; paths at which there is nothing are left out."""
-    problem: str
-    """Why there are none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
-    failure: str
-    """Why there are none, by the platform's: an infra failure. Empty where nothing was wrong."""
-    position: int
-    """Sequence number of the record that it rests on."""
-    is_replayed: bool
-    """Whether the log answered, and not the sandbox."""
 
 
 class Saboteur(Protocol):
@@ -135,6 +111,7 @@ class Session:
         sync: bool,
         saboteur: Saboteur | None = None,
         known_position: int = 0,
+        begin: SnapshotRecord | Beginning | None = None,
     ) -> Self:
         """Opens a trajectory's log, a new one or one that a predecessor left. No sandbox is waited for.
 
@@ -148,6 +125,8 @@ class Session:
             sync: whether the log must survive a power cut.
             saboteur: of a drill.
             known_position: a `SessionResult.position` that somebody holds: a log that ends before it lost something.
+            begin: a state that the sandbox begins with, `files` in it already: from `Session.fork`, or a `Preparation`
+                (`prepared.py`), which is made when it is needed.
 
         Raises:
             ToolError: the file of a tool cannot be read.
@@ -157,12 +136,12 @@ class Session:
 
         """
         try:
-            log = await _open_log(log_path, sync)
+            log = await open_log(log_path, sync)
         except CommandLogError as error:
             return cls(None, None, refusal=str(error), saboteur=saboteur)
         refusal = ""
         try:
-            tenancy = Tenancy(client, log, sandbox_id=sandbox_id, spec=spec, files=files, config=config)
+            tenancy = Tenancy(client, log, sandbox_id=sandbox_id, spec=spec, files=files, config=config, begin=begin)
             tenancy.check_log(known_position)
         except CommandLogError as error:
             refusal, tenancy = str(error), None
@@ -200,6 +179,11 @@ class Session:
     def num_asked_again(self) -> int:
         """Questions that this opening asked again because nobody had answered."""
         return 0 if self._tenancy is None else self._tenancy.num_asked_again
+
+    @property
+    def num_restored(self) -> int:
+        """Sandboxes that this opening restored."""
+        return 0 if self._tenancy is None else self._tenancy.num_restored
 
     async def call(self, key: str, call: Call) -> SessionResult:
         """Answers a call: from the log, or by making it.
@@ -253,6 +237,50 @@ class Session:
                     files={}, problem="", failure=failed.result.detail, position=failed.position, is_replayed=False
                 )
 
+    async def snapshot(self, *, max_bytes: int) -> bool:
+        """Keeps the sandbox's state beside the log, durable, in place of the one before; waits for a command that runs.
+
+        Returns:
+            Whether the log's last snapshot has all that was done. False where there is nothing to keep any more, the
+            state has more bytes, or the sandbox or the disk fails: the trajectory then goes on without it.
+        """
+        async with self._lock:
+            history = self._history
+            if history.collected is not None or history.running is not None or not history.is_going_on:
+                return False
+            if history.snapshot is not None and history.is_as_kept:
+                return True
+            try:
+                await keep(*self._held(), max_bytes=max_bytes)
+            except (SandboxError, LostError):
+                return False  # the next command finds out what is wrong
+            return True
+
+    async def fork(self, log_path: Path) -> SnapshotRecord:
+        """Takes the sandbox's state as one that another trajectory begins with: opened with this as `begin` and with
+        the same files and spec, it goes on from here and knows nothing of this one.
+
+        Args:
+            log_path: of the other trajectory; the state lies beside it when this returns.
+
+        Raises:
+            SandboxError, LostError: there is none to be had.
+        """
+        async with self._lock:
+            return await branch(*self._held(), log_path)
+
+    async def pause(self) -> bool:
+        """Has nothing of the sandbox run until it is asked something again; whether that could be done."""
+        async with self._lock:
+            if self._tenancy is None or not self._history.is_going_on:
+                return False
+            try:
+                sandbox = await self._tenancy.ready()
+                await sandbox.pause()
+            except (SandboxError, LostError):
+                return False
+            return True
+
     async def close(self) -> None:
         """Ends the trajectory and its sandbox; the log goes on answering. Idempotent, never fails."""
         await self._stop_greeting()
@@ -262,6 +290,9 @@ class Session:
                     with contextlib.suppress(CommandLogError):
                         await self._tenancy.append(ClosedRecord())
                 await self._tenancy.end()
+            if self._log is not None and self._history.is_closed:
+                snapshots = self._log.snapshots
+                await in_thread(lambda: snapshots.keep_only(None))
         await self.detach()
 
     async def detach(self) -> None:
@@ -322,12 +353,17 @@ class Session:
         known = history.commands.get(key)
         if known is None:
             history.check_next(key)
-        sandbox = await self._ready(tenancy)
+        sandbox = await caught_up(log, tenancy)
         if known is None:
             encoded = encode_call(call)
             start = StartRecord(key, encoded.digest, encoded.request)
             known = LoggedCommand(seq=await tenancy.append(start), start=start)
-        result = await self._run(tenancy, sandbox, key, call)
+        try:
+            result = await self._run(tenancy, sandbox, key, call)
+        except SandboxGoneError as gone:
+            if not tenancy.lose(gone):
+                raise lost(gone) from None
+            return await self._make(key, call)
         data = (OOM_TEXT if result is None else result.text).encode("utf-8", "surrogatepass")
         text = await in_thread(lambda: log.blobs.put(data))
         if result is None:
@@ -347,22 +383,12 @@ class Session:
         )
         return SessionResult(result=result, position=await tenancy.append(end), is_replayed=False)
 
-    async def _ready(self, tenancy: Tenancy) -> Sandbox | None:
-        """The sandbox; None where it ran out of memory."""
-        if tenancy.history.gone is not None:
-            return None
-        try:
-            return await tenancy.ready()
-        except SandboxGoneError as gone:
-            if gone.cause is GoneCause.OOM:
-                return None
-            raise
-
     async def _run(self, tenancy: Tenancy, sandbox: Sandbox | None, key: str, call: Call) -> CallResult | None:
         """Has a command run whose START is durable; None where the sandbox ran out of memory and is gone.
 
         Raises:
-            LostError: nobody knows whether it ran, or what it left.
+            SandboxGoneError: it is gone for another reason; nobody knows whether the command ran, or what it left.
+            LostError: it is there, and the platform failed the command.
         """
         if sandbox is None:
             return None
@@ -376,8 +402,10 @@ class Session:
         except SandboxGoneError as gone:
             if gone.cause is GoneCause.OOM:
                 return None
-            raise lost(gone) from None
+            raise
         if result.status is CallStatus.INFRA:
+            if tenancy.may_restore:
+                await tenancy.check_alive(sandbox)
             raise LostError(result.detail or "the sandbox failed")
         return result
 
@@ -398,7 +426,7 @@ class Session:
             raise CommandDivergenceError(f"files are asked for {state}")
         files: dict[str, bytes] = {}
         problem = ""
-        sandbox = await self._ready(tenancy)
+        sandbox = await caught_up(log, tenancy)
         if sandbox is None:
             problem = OOM_TEXT
         else:
@@ -409,6 +437,8 @@ class Session:
                 problem = _SANDBOX.sub("", _shown(error)) or "a file cannot be taken"
             except SandboxGoneError as gone:
                 if gone.cause is not GoneCause.OOM:
+                    if tenancy.lose(gone):
+                        return await self._collect(paths, max_bytes)
                     raise lost(gone) from None
                 problem = OOM_TEXT
         record = GetRecord(digest, tuple(map(path_bytes, paths)), max_bytes, await tenancy.store(files), problem)
@@ -457,26 +487,6 @@ class Session:
 async def _collected(log: CommandLog, record: GetRecord, position: int, *, is_replayed: bool) -> Collected:
     files = await in_thread(lambda: {path_text(path): log.blobs.get(stored) for path, stored in record.files})
     return Collected(files=files, problem=record.problem, failure="", position=position, is_replayed=is_replayed)
-
-
-async def _open_log(path: Path, sync: bool) -> CommandLog:
-    """The log, once a predecessor that is ending has given it back."""
-    for _ in range(round(_LOCK_WAIT_S / _LOCK_PAUSE_S)):
-        with contextlib.suppress(CommandLogLockedError):
-            return await _open_now(path, sync)
-        await asyncio.sleep(_LOCK_PAUSE_S)
-    return await _open_now(path, sync)
-
-
-async def _open_now(path: Path, sync: bool) -> CommandLog:
-    opened: list[CommandLog] = []
-    try:
-        await in_thread(lambda: opened.append(CommandLog.open(path, sync=sync)))
-    except asyncio.CancelledError:
-        for log in opened:  # nobody gets it, and its lock would keep out every successor while this process lives
-            log.close()
-        raise
-    return opened[0]
 
 
 def _shown(text: object) -> str:

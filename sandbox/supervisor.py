@@ -3,7 +3,7 @@
     whoever starts it ── exits or is killed, which changes nothing
          guard          own session, subreaper; waits, and cleans up after a supervisor that was killed
            supervisor   home locked (homes.py), socket, pool (pool.py); ends itself when nobody needs it
-             container.py's processes, which die with the supervisor
+             the substrates' processes, which die with the supervisor
 
 It answers questions (wire.py) of any number of connections, each as soon as it is done. It ends when it has had no
 sandbox that somebody holds and no connection for a while, or by SIGTERM. What is killed with it, or with both: the next
@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -33,11 +34,15 @@ from rollforward.sandbox import wire
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.container import ContainerSubstrate
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, SandboxGoneError
+from rollforward.sandbox.fullvm import FullVmSubstrate
 from rollforward.sandbox.homes import Claim, Home, sweep_home, sweep_homes
+from rollforward.sandbox.images import Images
+from rollforward.sandbox.microvm import MicroVmSubstrate
 from rollforward.sandbox.pool import Box, Pool
 from rollforward.sandbox.results import failed
+from rollforward.sandbox.substrate import Substrates
 from rollforward.sandbox.tool_files import ToolFiles
-from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus
+from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus, Snapshot, SnapshotKind
 from rollforward.sandbox.wire import Operation
 
 _SWEEP_S: Final = 1.0
@@ -63,7 +68,10 @@ class Service:
         self._claim, self._config = claim, config
         self._home = claim.home
         self._tools = ToolFiles(self._home.tools)
-        self._substrate = ContainerSubstrate(config.images, label=self._home.name, max_sandboxes=_MOST)
+        self._images = Images(config.images, config.layers)
+        named = {"label": self._home.name, "max_sandboxes": _MOST}
+        makers = {"container": ContainerSubstrate, "microvm": MicroVmSubstrate, "fullvm": FullVmSubstrate}
+        self._substrate = Substrates({name: partial(make, self._images, **named) for name, make in makers.items()})
         self._pool = Pool(self._substrate, self._home.book, config)
         self._is_ending = asyncio.Event()
         self._connections: set[asyncio.Task[Any]] = set()
@@ -81,6 +89,9 @@ class Service:
             Operation.UPLOAD: (wire.Upload, self._upload),
             Operation.DOWNLOAD: (wire.Download, self._download),
             Operation.SNAPSHOT: (wire.Snapshot, self._snapshot),
+            Operation.PAUSE: (wire.Which, self._pause),
+            Operation.RESUME: (wire.Which, self._resume),
+            Operation.FORK: (wire.Fork, self._fork),
             Operation.CLOSE: (wire.Which, self._close),
         }
 
@@ -171,6 +182,8 @@ class Service:
 
     async def _create(self, question: wire.Create) -> wire.Placed:
         spec = self._tools.local(question.spec, question.sources)
+        if question.snapshot is not None:
+            self._images.check_snapshot(question.snapshot, spec)
         box = await self._pool.create(
             question.sandbox_id,
             spec,
@@ -198,7 +211,7 @@ class Service:
 
     async def _exec(self, question: wire.Exec) -> ExecResult:
         box = self._find(question.which)
-        result = await self._finish(box.container.exec(question.request(), key=question.key))
+        result = await self._finish(box, lambda: box.sandbox.exec(question.request(), key=question.key))
         if result.status == ExecStatus.SANDBOX_DEAD:
             raise await self._death(question.which, box)
         return result
@@ -206,19 +219,42 @@ class Service:
     async def _call(self, question: wire.Invoke) -> CallResult:
         box = self._find(question.which)
         try:
-            return await self._finish(box.container.call(question.call(), key=question.key))
+            return await self._finish(box, lambda: box.sandbox.call(question.call(), key=question.key))
         except RecursionError:  # nested as deep as the client can just write; nothing has run
             return failed(CallStatus.ERROR, "the arguments are no JSON")
 
     async def _upload(self, question: wire.Upload) -> None:
-        await self._finish(self._find(question.which).container.upload(wire.decode_files(question.files)))
+        box = self._find(question.which)
+        await self._finish(box, lambda: box.sandbox.upload(wire.decode_files(question.files)))
 
     async def _download(self, question: wire.Download) -> dict[bytes, bytes]:
-        container, paths = self._find(question.which).container, wire.decode_paths(question.paths)
-        return wire.encode_files(await self._finish(container.download(paths, max_bytes=question.max_bytes)))
+        box, paths = self._find(question.which), wire.decode_paths(question.paths)
+        found = await self._finish(box, lambda: box.sandbox.download(paths, max_bytes=question.max_bytes))
+        return wire.encode_files(found)
 
-    async def _snapshot(self, question: wire.Snapshot) -> bytes:
-        return await self._finish(self._find(question.which).container.snapshot(max_bytes=question.max_bytes))
+    async def _snapshot(self, question: wire.Snapshot) -> Snapshot:
+        return await self._taken(self._find(question.which), question.max_bytes)
+
+    async def _taken(self, box: Box, max_bytes: int) -> Snapshot:
+        if box.sandbox.snapshot_kind is SnapshotKind.FILES:
+            box.gate.check_quiet()  # of a machine whatever runs is in it too
+        data = await self._finish(box, lambda: box.sandbox.save(max_bytes=max_bytes))
+        kind = box.sandbox.snapshot_kind
+        return Snapshot(kind=kind, image=self._images.digest(box.spec.image), data=data)
+
+    async def _pause(self, question: wire.Which) -> None:
+        await self._find(question).gate.pause()
+
+    async def _resume(self, question: wire.Which) -> None:
+        await self._find(question).gate.resume()
+
+    async def _fork(self, question: wire.Fork) -> wire.Placed:
+        box = self._find(question.which)
+        snapshot = await self._taken(box, question.max_bytes)
+        forked = await self._pool.create(
+            question.sandbox_id, box.spec, owner=question.owner, snapshot=snapshot, within_s=question.timeout_s
+        )
+        return self._placed(forked)
 
     async def _close(self, question: wire.Which) -> None:
         self._pool.close(question.sandbox_id, question.instance)
@@ -226,16 +262,16 @@ class Service:
     def _find(self, which: wire.Which) -> Box:
         return self._pool.find(which.sandbox_id, which.instance)
 
-    async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def _finish(self, box: Box, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Let it come to its end, whoever goes away meanwhile: a command keeps its result for who asks again."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(box.gate.ask(work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
     async def _death(self, which: wire.Which, box: Box) -> SandboxGoneError:
         """Why a sandbox is gone, as soon as that is known."""
-        await asyncio.wait([box.container.died], timeout=_SWEEP_S)
+        await asyncio.wait([box.sandbox.died], timeout=_SWEEP_S)
         await asyncio.sleep(0)
         return self._pool.gone_error(which.sandbox_id, which.instance)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from rollforward.sandbox.config import Limits, ToolConfig
+from rollforward.sandbox.config import KeptSubstrate, Limits, ToolConfig
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +138,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox is made of. Two that are equal are as good as each other."""
 
+    substrate: KeptSubstrate = "container"
+    """What isolates it; `substrate.py` says how."""
     image: str = "host"
     """Name of an image of the configuration; `host` is this machine's /usr, read-only, and its Python."""
     limits: Limits = Limits()
@@ -146,6 +148,52 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that `call` runs inside, as the sandbox's user."""
     labels: dict[str, str] = {}
     """For people and for `list`: run, task, trajectory."""
+
+
+class SnapshotKind(StrEnum):
+    """What of a sandbox a snapshot holds."""
+
+    FILES = "files"
+    """What was written into it, but for /dev/shm; no process. Between two commands of a container there is none."""
+    MACHINE = "machine"
+    """Its disk, memory and processors: what runs in it goes on where it was."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox's state, from which any number of others of the same spec can begin."""
+
+    kind: SnapshotKind
+    """What it holds."""
+    image: str
+    """Digest of what it lies on: only a sandbox of the same image can begin with it."""
+    data: bytes
+    """The substrate's own; of a container an uncompressed tar (`inside/snapshots.py`)."""
+
+
+class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a call."""
+
+    result: CallResult
+    """What it said; the same in every life of the trajectory. Status INFRA: it says nothing about the policy."""
+    position: int
+    """Sequence number of the record that it rests on."""
+    is_replayed: bool
+    """Whether the log answered, and not the sandbox."""
+
+
+class Collected(msgspec.Struct, frozen=True, kw_only=True):
+    """Files that were taken out of a sandbox."""
+
+    files: dict[str, bytes]
+    """Path, as it was asked for, -> content; paths at which there is nothing are left out."""
+    problem: str
+    """Why there are none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
+    failure: str
+    """Why there are none, by the platform's: an infra failure. Empty where nothing was wrong."""
+    position: int
+    """Sequence number of the record that it rests on."""
+    is_replayed: bool
+    """Whether the log answered, and not the sandbox."""
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +207,8 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Who created or adopted it last."""
     spec: SandboxSpec
     """What it was made of."""
+    platform: str
+    """What isolates it here: its substrate, and of a virtual machine what runs its processor, kvm or tcg."""
     age_s: float
     """Seconds since it was created."""
     lease_s: float

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -24,19 +24,25 @@ _ASK_TIMEOUT_S: Final = 30.0
 
 
 class WarmTemplate:
-    """A running template. Belongs to the event loop, and to the thread that made it, with which it dies.
+    """A running template. Belongs to the event loop, and to the thread that made it, with which it dies."""
 
-    Raises:
-        SandboxUnavailableError: bubblewrap is missing or could not make the namespaces.
-    """
+    def __init__(self, images: Images, *, first_user: int = FIRST_USER, more: Sequence[str] = ()) -> None:
+        """Start it.
 
-    def __init__(self, images: Images) -> None:
+        Args:
+            images: what it shows.
+            first_user: where the host's user is root, its user; those of what it makes are the next ones.
+            more: further options of bubblewrap.
+
+        Raises:
+            SandboxUnavailableError: bubblewrap is missing or could not make the namespaces.
+        """
         self._loop = asyncio.get_running_loop()
         self._asking = asyncio.Lock()
         self._answer: asyncio.Future[tuple[bytes, list[int]]] | None = None
         self.died: asyncio.Future[None] = self._loop.create_future()
         is_many = os.geteuid() == 0
-        uid = FIRST_USER if is_many else zygote.SANDBOX_ID
+        uid = first_user if is_many else zygote.SANDBOX_ID
         setup = {"uid": uid, "is_many": is_many, "binds": host_directories()}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed by close
         self._channel, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,8 +55,9 @@ class WarmTemplate:
                     inside,
                     self._errors,
                     users=(uid, USERS),
-                    more=list(images.options()),
+                    more=[*images.options(), *more],
                     argument=json.dumps(setup),
+                    prefix=images.prefix(),
                 )
             stack.pop_all()
         self._channel.setblocking(False)

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rollforward.sandbox import errors
+from rollforward.sandbox import errors, types
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import (
     GoneCause,
@@ -62,6 +62,9 @@ class Operation(StrEnum):
     UPLOAD = "upload"
     DOWNLOAD = "download"
     SNAPSHOT = "snapshot"
+    PAUSE = "pause"
+    RESUME = "resume"
+    FORK = "fork"
     CLOSE = "close"
 
 
@@ -79,7 +82,7 @@ class Create(msgspec.Struct, frozen=True, kw_only=True):
     spec: SandboxSpec
     sources: dict[str, str]
     """Python source of each tool of the spec: its file lies where the client is."""
-    snapshot: bytes | None
+    snapshot: types.Snapshot | None
     timeout_s: float
 
 
@@ -187,10 +190,20 @@ class Download(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Read all that was written."""
+    """Take a snapshot, as full as the substrate can."""
 
     which: Which
     max_bytes: int
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """Make a sandbox that begins as another one of this supervisor is now. The answer is `Placed`."""
+
+    which: Which
+    sandbox_id: str
+    owner: str
+    max_bytes: int
+    timeout_s: float
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollforward.model.messages import ReasoningEffort
-from rollforward.sandbox.config import Limits, ToolConfig
+from rollforward.rl.judge.config import ModelJudge, Rubric
+from rollforward.rl.tasks.reward_config import (
+    Reward,
+    RewardPart,
+    RubricReward,
+    UnitTestReward,
+    compares_with_answer,
+    correct_from,
+    reward_parts,
+    unit_test_reward,
+)
+from rollforward.sandbox.config import KeptSubstrate, ToolConfig
 
 
 class LengthPenalty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,13 +59,19 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     max_calls_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 16
     """Calls that one turn may have. Of a turn with more none is made, and the model is told so."""
-    substrate: Literal["function", "container"] = "function"
+    substrate: Literal["function"] | KeptSubstrate = "function"
     """Where tools run. `function`: every call in a process of its own, and nothing is kept between two. `container`: in
-    a sandbox that the completion keeps from its first call to its last, files and all (`sandbox.container`).
+    a sandbox that the completion keeps from its first call to its last, files and all (`sandbox.container`). `microvm`
+    and `fullvm`: likewise, in a virtual machine with a kernel of its own; what is said of `container` holds for them.
     """
     image: str = "host"
     """(`container`) What the sandbox is made of, where a question does not say so itself: `host` or a name of
     `sandbox.container.images`.
+    """
+    prepare: tuple[tuple[str, ...], ...] = ()
+    """(`container`) Commands, each a program and its arguments, that run in /workspace before the first call: once for
+    all completions of a step whose sandboxes begin alike, each of which then goes on from the state that they left. One
+    that does not end with status 0 is a failure of the data.
     """
     submission: tuple[str, ...] = ()
     """(`container`) Files that are taken out of the sandbox at the end for the reward: paths relative to /workspace, or
@@ -83,19 +100,31 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def keeps_sandbox(self) -> bool:
         """Whether its completions keep a sandbox of their own."""
-        return self.substrate == "container"
+        return self.substrate != "function"
+
+    @property
+    def kept_substrate(self) -> KeptSubstrate:
+        """What isolates the sandboxes that its completions keep, and those in which these are judged."""
+        return "container" if self.substrate == "function" else self.substrate
 
     def _check_substrate(self) -> None:
         if self.keeps_sandbox and not self.tools:
             raise ValueError(
-                f"task {self.name}: substrate is container, but the task has no tools, so that nothing could be done in"
-                " its sandbox. Set tools, or leave substrate out"
+                f"task {self.name}: substrate is {self.substrate}, but the task has no tools, so that nothing could be"
+                " done in its sandbox. Set tools, or leave substrate out"
             )
         if not self.keeps_sandbox and self.submission:
             raise ValueError(
                 f"task {self.name}: submission is {', '.join(self.submission)}, but nothing is kept between calls where"
                 " substrate is function. Set substrate=container"
             )
+        if self.prepare and not self.keeps_sandbox:
+            raise ValueError(
+                f"task {self.name}: prepare has commands, but nothing is kept that they could change where substrate is"
+                " function. Set substrate=container"
+            )
+        if not all(words and words[0] for words in self.prepare):
+            raise ValueError(f"task {self.name}: prepare has a command without a program. Name it, or leave it out")
         for path in self.submission:
             inside = posixpath.normpath(posixpath.join("/workspace", path))
             if not path or "\0" in path or ".." in path.split("/") or inside in ("/", "/workspace"):
@@ -108,6 +137,23 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def scored_at_once(self) -> int:
         """Completions that are judged at one time; more than one where that is waiting for other processes."""
         return 1
+
+    @property
+    def reward_parts(self) -> tuple[RewardPart, ...]:
+        """What its reward is put together from, after its verifiers have spoken: judges and counted tokens too. None
+        where a verifier alone gives the score."""
+        return ()
+
+    @property
+    def correct_from(self) -> float:
+        """Score from which an answer counts as right in an evaluation, where it is put together."""
+        return 1.0
+
+    @property
+    def judges(self) -> tuple[ModelJudge, ...]:
+        """Models that its reward asks, the policy itself not counted."""
+        asked = [part.reward.judge for part in self.reward_parts if isinstance(part.reward, RubricReward)]
+        return tuple(dict.fromkeys(judge for judge in asked if isinstance(judge, ModelJudge)))
 
     def budget(self, run_max_new_tokens: int) -> int:
         """Tokens that a completion may have, where the run gives `run_max_new_tokens`."""
@@ -207,74 +253,6 @@ class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type
                 )
 
 
-class ExactReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="exact"):
-    """1 where the answer is the right one's text, 0 elsewhere; runs of white space count as one space."""
-
-    ignore_case: bool = False
-    """Whether capital and small letters are the same."""
-
-
-class MathReward(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="math_verify"
-):
-    """1 where the answer is mathematically equal to the right one, by the math-verify library, 0 elsewhere.
-
-    The column of right answers holds the final answer alone, as LaTeX or plain text, or a text with it in `\\boxed{}`.
-    """
-
-    timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 5.0
-    """Seconds for one answer; its process is ended when they are over."""
-
-
-class PythonReward(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="python"
-):
-    """A function of yours, `def score(question: str, answer: str | None, text: str) -> float`, in its own process.
-
-    `text` is what the model said in its last turn, with `<think>` in front where the task's effort lets it reason,
-    `answer` the right one, `question` the last message of the prompt. The value is 0 to 1; 1 counts as right in an
-    evaluation.
-    """
-
-    file: str
-    """Python file with the function. Modules beside it can be imported."""
-    function: str = "score"
-    """Its name in the file."""
-    timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 5.0
-    """Seconds for one call; the process is ended when they are over. A call that computed until then scores 0; one that
-    waited, for another machine or for a core, has no score.
-    """
-    start_timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 120.0
-    """Seconds for starting the process and importing the file."""
-
-
-AnswerReward = ExactReward | MathReward | PythonReward
-"""Any verifier of what the model said. A new kind joins here and in `rewards.py`."""
-
-
-class UnitTestReward(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="unit_tests"
-):
-    """The share of hidden tests that pass on what the completion left in its sandbox (`unit_tests.py`).
-
-    They run in another sandbox, which has the files that the task's `submission` names and nothing else of the
-    policy's. What a test compares with never enters it.
-    """
-
-    partial_credit: bool = True
-    """Whether some passed tests are worth their share; false: all or nothing."""
-    timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 10.0
-    """Seconds of wall time for a test that names none; it has failed when they are over."""
-    at_once: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
-    """Submissions that are judged at one time."""
-    limits: Limits | None = None
-    """What the tests of one submission may use up, its own files not counted. null: `sandbox.container.limits`."""
-
-
-Reward = AnswerReward | UnitTestReward
-"""Any verifier of a dataset's answers."""
-
-
 class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
     """Questions and answers from a file of yours (`dataset.py`)."""
 
@@ -319,10 +297,10 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     def __post_init__(self) -> None:
         """Refuse a verifier without anything to compare with, and one column with two meanings."""
         super().__post_init__()
-        if self.answer_column is None and not isinstance(self.reward, PythonReward | UnitTestReward):
+        if self.answer_column is None and compares_with_answer(self.reward):
             raise ValueError(
                 f"task {self.name}: answer_column is null, but the reward compares with a right answer. Name the"
-                " column, or choose a reward of type python or unit_tests"
+                " column, or choose a reward of type python, unit_tests or rubric"
             )
         self._check_sandbox_columns()
         columns = {
@@ -342,16 +320,27 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     @property
     def scored_at_once(self) -> int:
         """Completions that are judged at one time."""
-        return self.reward.at_once if isinstance(self.reward, UnitTestReward) else 1
+        tests = unit_test_reward(self.reward)
+        return 1 if tests is None else tests.at_once
+
+    @property
+    def reward_parts(self) -> tuple[RewardPart, ...]:
+        """What its reward is put together from, after its verifiers have spoken."""
+        return reward_parts(self.reward)
+
+    @property
+    def correct_from(self) -> float:
+        """Score from which an answer counts as right in an evaluation."""
+        return correct_from(self.reward)
 
     def _check_sandbox_columns(self) -> None:
-        if isinstance(self.reward, UnitTestReward) != (self.tests_column is not None):
+        tests = unit_test_reward(self.reward)
+        if (tests is not None) != (self.tests_column is not None):
             raise ValueError(
                 f"task {self.name}: tests_column is {self.tests_column!r}, and the reward is"
-                f" {'' if isinstance(self.reward, UnitTestReward) else 'not '}of type unit_tests; one needs the other."
-                " Set both or neither"
+                f" {'' if tests is not None else 'not '}of type unit_tests; one needs the other. Set both or neither"
             )
-        if isinstance(self.reward, UnitTestReward):
+        if tests is not None:
             _check_unit_tests(self)
         if self.files_column is not None and not self.keeps_sandbox:
             raise ValueError(
@@ -365,7 +354,7 @@ class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     names, and submit it, or twice it. Hidden tests put numbers in.
     """
 
-    substrate: Literal["function", "container"] = "container"
+    substrate: Literal["function"] | KeptSubstrate = "container"
     tools: tuple[ToolConfig, ...] = (ToolConfig(name="read_file"), ToolConfig(name="submit"))
     submission: tuple[str, ...] = ("answer.txt",)
     max_submission_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 4096
@@ -411,7 +400,54 @@ class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
         return self.reward.at_once
 
 
-_LATER_OPTIONS = ("max_calls_per_turn", "substrate", "image", "submission", "max_submission_bytes", "max_tool_s")
+class JudgeConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="judge"):
+    """Judging, as something to learn: answers of which a file of yours knows what a rubric makes of them
+    (`judge.py`). The prompt is what a judge is asked, the answer a verdict, and the reward how near it is to the label.
+    """
+
+    path: str
+    """A .jsonl file (one object a line) or a .parquet file, one answered question a row."""
+    rubric: Rubric
+    """What is looked at. A reward of type rubric with the same criteria asks the same."""
+    question_column: str = "question"
+    """Column with the question: a text, or a list of messages, each with `role` and `content`."""
+    answer_column: str = "answer"
+    """Column with the answer that is judged, a text or a whole number."""
+    label_column: str = "label"
+    """Column with the truth: a value of the criterion's scale, or, where there are several criteria, an object with one
+    for each. `pass`, true and 1 are the same, and so are `fail`, false and 0; a probability's truth is one of these, or
+    a number between 0 and 1."""
+    rationale_column: str | None = None
+    """Column with what SFT shows before the verdict: why it is so. It is the reasoning of the turn in a thinking mode,
+    else text in front. null: SFT shows the bare verdict."""
+    heldout_size: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
+    """Rows that are kept for evaluation. No question is among them and among those to learn from."""
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    """Chooses the held-out questions, by a hash of their text, and the keys of all."""
+
+    def __post_init__(self) -> None:
+        """Refuse one column with two meanings, and tools."""
+        super().__post_init__()
+        named = (self.question_column, self.answer_column, self.label_column, self.rationale_column)
+        columns = [column for column in named if column is not None]
+        if len({*columns}) < len(columns):
+            raise ValueError(
+                f"task {self.name}: question, answer, label and rationale stand in the columns {', '.join(columns)};"
+                " each needs one of its own. Name others"
+            )
+        if self.tools:
+            raise ValueError(f"task {self.name} judges and has tools; a verdict is one turn without calls. Drop tools")
+
+
+_LATER_OPTIONS = (
+    "max_calls_per_turn",
+    "substrate",
+    "image",
+    "submission",
+    "max_submission_bytes",
+    "max_tool_s",
+    "prepare",
+)
 
 
 def identity_bytes(config: TaskOptions) -> bytes:
@@ -427,7 +463,7 @@ def identity_bytes(config: TaskOptions) -> bytes:
     return msgspec.json.encode(kept)
 
 
-TaskConfig = ReasoningGymConfig | DatasetConfig | ErrandsConfig
+TaskConfig = ReasoningGymConfig | DatasetConfig | ErrandsConfig | JudgeConfig
 """Any task, told apart by `type`. A new kind joins here and in `registry.py`."""
 
 

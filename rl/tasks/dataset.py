@@ -18,13 +18,33 @@ import numpy as np
 import numpy.typing as npt
 
 from rollforward.model.messages import Message
+from rollforward.model.tokenizer import END_THINK
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import DatasetConfig, UnitTestReward
+from rollforward.rl.judge.prompt import conversation_text, spoken_answer
+from rollforward.rl.tasks.config import DatasetConfig
 from rollforward.rl.tasks.grader import Grader
-from rollforward.rl.tasks.rewards import build_judge
+from rollforward.rl.tasks.reward_config import (
+    AnswerReward,
+    PartReward,
+    Reward,
+    RewardPart,
+    RubricReward,
+    UnitTestReward,
+    unit_test_reward,
+)
+from rollforward.rl.tasks.rewards import Judge, build_judge
 from rollforward.rl.tasks.rows import Row, Rows, open_rows
 from rollforward.rl.tasks.tools import load_toolset
-from rollforward.rl.tasks.types import Example, Score, Split, Unscored, check_index
+from rollforward.rl.tasks.types import (
+    Example,
+    PartScore,
+    Pending,
+    Score,
+    ScoreReason,
+    Split,
+    Unscored,
+    check_index,
+)
 from rollforward.rl.tasks.unit_tests import UnitTestJudge
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.config import ContainerConfig
@@ -77,10 +97,12 @@ class DatasetTask:
             )
         digest.update(np.ascontiguousarray(heldout_hashes).tobytes())
         self._fingerprint = digest.hexdigest()
-        if isinstance(config.reward, UnitTestReward):
-            self._test_judge = UnitTestJudge(config.reward, grader or Grader(ContainerConfig()), owner=self._owner)
-        else:
-            self._judge = build_judge(config.reward, max_answer_chars=config.max_answer_chars, owner=self._owner)
+        tests = unit_test_reward(config.reward)
+        if tests is not None:
+            self._test_judge = UnitTestJudge(
+                tests, grader or Grader(ContainerConfig()), owner=self._owner, substrate=config.kept_substrate
+            )
+        self._judges = {name: self._build_judge(reward) for name, reward in self._verifiers().items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the configuration."""
@@ -128,12 +150,48 @@ class DatasetTask:
             workspace=self._workspace(row),
         )
 
-    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
-        """Judge an answer by the configured reward; see `Task.score`."""
-        if isinstance(self._config.reward, UnitTestReward):
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored | Pending:
+        """Judge an answer by the configured reward, as far as no judge is needed; see `Task.score`."""
+        parts = self._config.reward_parts
+        if not parts:
+            said = self._verified("", self._config.reward, example, text, submission)
+            assert said is not None, "a reward without parts is a verifier"
+            return said
+        answer, empty = _judged_text(example, text)
+        scored: list[PartScore] = []
+        truths: list[float | None] = []
+        for part in parts:
+            said = self._verified(part.name, part.reward, example, text, submission)
+            truth = None
+            if isinstance(part.reward, RubricReward):
+                # What a verifier says of it is no part of the reward.
+                truth, said = said.value if isinstance(said, Score) else None, None
+                if len(answer) > part.reward.max_answer_chars:
+                    empty = empty or ScoreReason.TOO_LONG
+            scored.append(_part_score(part, said))
+            truths.append(truth)
+        question = conversation_text(example.messages)
+        return Pending(parts=tuple(scored), question=question, answer=answer, empty=empty, truths=tuple(truths))
+
+    def _verified(
+        self, name: str, reward: Reward | PartReward, example: Example, text: str, submission: Submission | None
+    ) -> Score | Unscored | None:
+        """What the verifier of a part says, or the one that audits it; None where there is none."""
+        if isinstance(reward, UnitTestReward):
             tests = self._row(example.index, example.split).tests
             return self._test_judge(submission, tests, image=self._config.image)
-        return self._judge(example.messages[-1].content, example.answer, text)
+        judge = self._judges.get(name)
+        return None if judge is None else judge(example.messages[-1].content, example.answer, text)
+
+    def _verifiers(self) -> dict[str, AnswerReward]:
+        """Verifiers of what the model said, by part; the one of a reward without parts has no name."""
+        parts = self._config.reward_parts
+        found = {part.name: part.reward for part in parts} if parts else {"": self._config.reward}
+        audited = {name: one.audit if isinstance(one, RubricReward) else one for name, one in found.items()}
+        return {name: one for name, one in audited.items() if isinstance(one, AnswerReward)}
+
+    def _build_judge(self, reward: AnswerReward) -> Judge:
+        return build_judge(reward, max_answer_chars=self._config.max_answer_chars, owner=self._owner)
 
     def _row(self, index: int, split: Split) -> Row:
         check_index(self, index, split)
@@ -146,6 +204,26 @@ class DatasetTask:
             return None
         files = {path: text.encode() for path, text in (row.files or {}).items()}
         return Workspace(files=files, image=self._config.image)
+
+
+def _judged_text(example: Example, text: str) -> tuple[str, ScoreReason | None]:
+    """What a judge sees of an answer, or why there is nothing to see."""
+    answer = spoken_answer(text, example.effort)
+    if answer:
+        return answer, None
+    is_unclosed = example.effort != "non-think" and END_THINK not in text
+    return "", ScoreReason.UNCLOSED_THINKING if is_unclosed else ScoreReason.EMPTY
+
+
+def _part_score(part: RewardPart, said: Score | Unscored | None) -> PartScore:
+    empty = PartScore(name=part.name, weight=part.weight)
+    match said:
+        case Score():
+            return msgspec.structs.replace(empty, value=said.value, failure=said.failure)
+        case Unscored():
+            return msgspec.structs.replace(empty, failure=said.failure, detail=said.detail)
+        case None:
+            return empty
 
 
 class _IndexedRows:

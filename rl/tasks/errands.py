@@ -76,7 +76,7 @@ class ErrandsTask:
         """Choose the held-out errands."""
         self._config = config
         self._tools = load_toolset(config)
-        self._judge = UnitTestJudge(config.reward, grader, owner=f"task {config.name}")
+        self._judge = UnitTestJudge(config.reward, grader, owner=f"task {config.name}", substrate=config.kept_substrate)
         heldout: dict[tuple[str, str], int] = {}
         for candidate in range(config.heldout_size * _CANDIDATES_PER_EXAMPLE):
             heldout.setdefault(self._draw("heldout", candidate).identity, candidate)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import DatasetConfig, ErrandsConfig, ReasoningGymConfig, TaskConfig
+from rollforward.rl.tasks.config import DatasetConfig, ErrandsConfig, JudgeConfig, ReasoningGymConfig, TaskConfig
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.types import Task
 from rollforward.sandbox.config import ContainerConfig
@@ -33,6 +33,10 @@ def build_task(config: TaskConfig, grader: Grader | None = None) -> Task:
             from rollforward.rl.tasks.errands import ErrandsTask
 
             return ErrandsTask(config, grader)
+        case JudgeConfig():
+            from rollforward.rl.tasks.judge import JudgeTask
+
+            return JudgeTask(config)
 
 
 def build_tasks(configs: Sequence[TaskConfig], grader: Grader | None = None) -> tuple[Task, ...]:

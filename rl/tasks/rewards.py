@@ -24,7 +24,7 @@ from typing import Final
 
 from rollforward.rl.errors import RewardError
 from rollforward.rl.tasks.answers import read_answer
-from rollforward.rl.tasks.config import AnswerReward, ExactReward, MathReward, PythonReward
+from rollforward.rl.tasks.reward_config import AnswerReward, ExactReward, MathReward, PythonReward
 from rollforward.rl.tasks.reward_process import Deadline, Died, Raised, Result, RewardProcess, Value
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType

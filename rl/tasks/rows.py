@@ -36,6 +36,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What a completion's sandbox begins with, text by path; None where the file has none."""
     tests: tuple[UnitTest, ...] = ()
     """Hidden tests."""
+    label: Any = None
+    """What is known of the answer's worth, as it stands in the file; None where the file says nothing."""
+    rationale: str | None = None
+    """Why it is worth that; None where the file does not say."""
 
 
 class Rows(Protocol):
@@ -62,6 +66,8 @@ def open_rows(
     messages_column: str | None = None,
     files_column: str | None = None,
     tests_column: str | None = None,
+    label_column: str | None = None,
+    rationale_column: str | None = None,
     tools: Mapping[str, bool] | None = None,
     owner: str,
 ) -> Rows:
@@ -69,8 +75,9 @@ def open_rows(
 
     Args:
         path: .jsonl or .parquet.
-        question_column, answer_column, messages_column, files_column, tests_column: where question, answer, turns to
-            learn from, files and hidden tests are; None where the file has none.
+        question_column, answer_column, messages_column, files_column, tests_column, label_column, rationale_column:
+            where question, answer, turns to learn from, files, hidden tests, labels and their reasons are; None where
+            the file has none.
         tools: names of the tools that the turns to learn from may call, and whether a call ends the completion.
         owner: begins every error message, such as `task sums`.
 
@@ -87,6 +94,8 @@ def open_rows(
         "messages_column": messages_column,
         "files_column": files_column,
         "tests_column": tests_column,
+        "label_column": label_column,
+        "rationale_column": rationale_column,
     }
     columns = _Columns(path, settings, tools or {}, owner)
     match path.suffix.lower():
@@ -109,6 +118,7 @@ class _Columns:
         self.question = settings["question_column"] or ""
         self.answer, self.turns = settings["answer_column"], settings["messages_column"]
         self.files, self.tests = settings["files_column"], settings["tests_column"]
+        self.label, self.rationale = settings["label_column"], settings["rationale_column"]
         self._settings = {name: setting for setting, name in settings.items() if name is not None}
         self._tools, self._owner = tools, owner
 
@@ -143,6 +153,8 @@ class _Columns:
             demonstration=turns,
             files=None if self.files is None else self._files(self.files, values[self.files], row),
             tests=() if self.tests is None else self._tests(self.tests, values[self.tests], row),
+            label=None if self.label is None else _nested(values[self.label]),
+            rationale=None if self.rationale is None else self._rationale(self.rationale, values[self.rationale], row),
         )
 
     def _question(self, value: Any, row: int) -> tuple[Message, ...]:
@@ -238,6 +250,11 @@ class _Columns:
                 " out",
                 row,
             ) from None
+
+    def _rationale(self, column: str, value: Any, row: int) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise self._wrong_type(column, value, "a text that says something", row)
+        return value.strip()
 
     def _answer(self, value: Any, row: int) -> str:
         if isinstance(value, int) and not isinstance(value, bool):

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from rollforward.model.messages import Message, ReasoningEffort
+from rollforward.rl.judge.types import Opinion
 from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rollout.types import FailureType
 from rollforward.rollout.workspace import Submission, Workspace
@@ -23,7 +24,7 @@ class ScoreReason(StrEnum):
     """Why an answer got its score."""
 
     CORRECT = "correct"
-    """The verifier gave full marks."""
+    """The verifier gave full marks; a sum of rewards reached what counts as right; a verdict agrees with the truth."""
     PARTIAL = "partial"
     """The verifier gave some marks; they count only where the task says so."""
     WRONG = "wrong"
@@ -74,13 +75,32 @@ def check_index(task: "Task", index: int, split: Split) -> None:
         raise IndexError(f"task {task.name}: index {index} is outside the {split} split, 0 ... {task.size(split) - 1}")
 
 
+class PartScore(msgspec.Struct, frozen=True, kw_only=True):
+    """What one part of a reward says about one answer."""
+
+    name: str
+    """Name of the part."""
+    weight: float
+    """Its factor in the sum."""
+    value: float | None = None
+    """0 to 1, a punishment -1 to 0; None where nobody has spoken yet, or it failed."""
+    failure: FailureType | None = None
+    """`infra` or `data` where it has no value, `timeout` where that is why it is 0; else None."""
+    detail: str = ""
+    """What failed, for a person."""
+
+
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verifier says about one answer."""
+    """What a verifier, a judge, or several of both say about one answer."""
 
     value: float
-    """The reward, 0 to 1. 0.0 is a score like any other."""
+    """The reward, 0 to 1, with punishments down to less than 0. 0.0 is a score like any other."""
     reason: ScoreReason
     """Why."""
+    parts: tuple[PartScore, ...] = ()
+    """What it is put together from, in the order of the configuration; empty where a verifier alone gave it."""
+    opinions: tuple[Opinion, ...] = ()
+    """What judges said; of a task that trains judging, what the policy said."""
 
     @property
     def is_correct(self) -> bool:
@@ -89,8 +109,10 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> FailureType | None:
-        """`timeout` where the deadline ended the verifier, which is trained and counted; else None."""
-        return FailureType.TIMEOUT if self.reason is ScoreReason.TIMEOUT else None
+        """`timeout` where the deadline ended the verifier, or that of a part, which is trained and counted; else
+        None."""
+        is_late = self.reason is ScoreReason.TIMEOUT or any(part.failure is FailureType.TIMEOUT for part in self.parts)
+        return FailureType.TIMEOUT if is_late else None
 
 
 class Unscored(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +122,31 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True):
     """`infra` or `data`, the two that are left out of baseline, loss and accuracy."""
     detail: str
     """What happened, for a person."""
+    parts: tuple[PartScore, ...] = ()
+    """Parts of the reward, those that have a value too; empty where it has none."""
+    opinions: tuple[Opinion, ...] = ()
+    """What judges said."""
 
     def __post_init__(self) -> None:
         """Refuse a failure that is scored."""
         if not self.failure.is_excluded:
             raise ValueError(f"an answer without a score has failure {self.failure}; only infra and data have none")
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of which verifiers have said what they can, while judges, or who counts tokens, have yet to speak.
+    `rl/judge/scoring.py` makes a score of it."""
+
+    parts: tuple[PartScore, ...]
+    """Of the task's reward, in its order; a part of which somebody has yet to speak has neither value nor failure."""
+    question: str
+    """What was asked, for a judge."""
+    answer: str
+    """What is judged; empty where there is nothing to judge."""
+    empty: ScoreReason | None = None
+    """Why there is nothing to judge: every judge's part is then 0 for this reason. None where there is."""
+    truths: tuple[float | None, ...] = ()
+    """By part: what a verifier says of an answer that a judge has yet to see, for comparison; None where none does."""
 
 
 class Task(Protocol):
@@ -135,7 +177,7 @@ class Task(Protocol):
         """The example at `index`, 0 ... size(split) - 1."""
         ...
 
-    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
+    def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored | Pending:
         """Judge what the model answered, from any thread. Never raises for anything that `text` and `submission` may
         hold; never evaluates it in this process.
 

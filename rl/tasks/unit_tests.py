@@ -32,13 +32,13 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from rollforward.rl.tasks.config import UnitTestReward
 from rollforward.rl.tasks.grader import Grader
+from rollforward.rl.tasks.reward_config import UnitTestReward
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
 from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.client import Sandbox, SandboxClient
-from rollforward.sandbox.config import ContainerConfig, Limits
+from rollforward.sandbox.config import ContainerConfig, KeptSubstrate, Limits
 from rollforward.sandbox.errors import (
     SandboxBusyError,
     SandboxConnectionError,
@@ -104,15 +104,19 @@ class UnitTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class UnitTestJudge:
     """Runs the hidden tests of submissions. Any number of threads may ask at one time."""
 
-    def __init__(self, reward: UnitTestReward, grader: Grader, *, owner: str) -> None:
+    def __init__(
+        self, reward: UnitTestReward, grader: Grader, *, owner: str, substrate: KeptSubstrate = "container"
+    ) -> None:
         """Keep the rules.
 
         Args:
             reward: how passed tests become a score.
             grader: has the sandboxes.
             owner: begins every message, such as `task errands`.
+            substrate: what isolates the sandboxes in which they run.
         """
         self._reward, self._grader, self._owner = reward, grader, owner
+        self._substrate: KeptSubstrate = substrate
 
     def __call__(self, submission: Submission | None, tests: Sequence[UnitTest], *, image: str) -> Score | Unscored:
         """Judge one submission.
@@ -139,7 +143,7 @@ class UnitTestJudge:
         limits = _beside(files, config.limits if self._reward.limits is None else self._reward.limits)
         lost = ""
         for _ in range(config.attempts):
-            bench = _Bench(client, SandboxSpec(image=image, limits=limits), files)
+            bench = _Bench(client, SandboxSpec(substrate=self._substrate, image=image, limits=limits), files)
             try:
                 return [await self._run(bench, test) for test in tests]
             except _LostError as error:

@@ -42,6 +42,8 @@ _RIGHTS: Final = (
 )
 _CONTROL: Final = 3
 _SNAPSHOT: Final = 4
+_EVENTS: Final = 5
+"""Of the control group that it is in: where the host's kernel is not this one, nobody else could tell of it."""
 _LAST_READS: Final = 64
 """Reads of a pipe whose writers should be gone; one may have been handed to another command, which goes on."""
 _SPARE_AFTER_S: Final = 0.005
@@ -62,13 +64,18 @@ class _SetupError(Exception):
 def main(request: dict[str, Any], descriptors: list[int]) -> None:
     """Come up and serve until the host closes the socket."""
     control, *others = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for descriptor in descriptors]
-    snapshot = others.pop(0) if request["has_snapshot"] else -1
+    kept = {_CONTROL: control}
+    kept |= {_SNAPSHOT: others.pop(0)} if request["has_snapshot"] else {}
+    kept |= {_EVENTS: others.pop(0)} if request.get("has_events") else {}
     for descriptor in others:
         os.write(descriptor, b"0")
-    os.dup2(control, _CONTROL, inheritable=False)
-    if snapshot >= 0:
-        os.dup2(snapshot, _SNAPSHOT, inheritable=False)
-    os.closerange(_SNAPSHOT + (snapshot >= 0), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    for place in range(_CONTROL, _FIRST_FREE):
+        if place in kept:
+            os.dup2(kept[place], place, inheritable=False)
+        else:
+            with contextlib.suppress(OSError):
+                os.close(place)
+    os.closerange(_FIRST_FREE, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
@@ -104,7 +111,7 @@ def _come_up(request: dict[str, Any]) -> "Agent":
     system.keep_capabilities(_RIGHTS if os.getuid() == 0 else _RIGHTS & ~(system.CAP_SETUID | system.CAP_SETGID))
     system.set_dumpable(False)
     gc.freeze()
-    return Agent(upper, command.Room(setup["limits"], masked, tools))
+    return Agent(upper, command.Room(setup["limits"], masked, tools), _EVENTS if request.get("has_events") else -1)
 
 
 def _restore(upper: int) -> None:
@@ -188,9 +195,10 @@ class _Running:
 class Agent:
     """Serves the host; see the module."""
 
-    def __init__(self, upper: int, room: command.Room) -> None:
+    def __init__(self, upper: int, room: command.Room, events: int = -1) -> None:
         self._upper = upper
         self._room = room
+        self._events = events
         self._closing: list[int] = []
         self._spare: command.Process | None = None
         self._spare_at = 0.0
@@ -304,7 +312,7 @@ class Agent:
                     os.close(descriptor)
             running = _Running(request, process, blob, self._room.limits["output_bytes"])
             running.attach(*ours)
-            self._spare_at = running.start + _SPARE_AFTER_S
+            self._spare_at = running.start + _SPARE_AFTER_S * self._room.pace
         self._running[running.process.pid] = running
         for descriptor in (*running.kept, running.process.pidfd):
             os.set_blocking(descriptor, False)
@@ -374,6 +382,8 @@ class Agent:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # it ended before it had read its request; what it has said comes next
+            return True
         if chunk:
             running.kept[descriptor].add(chunk)
         else:
@@ -430,6 +440,8 @@ class Agent:
             "seconds": time.monotonic() - running.start,
             "is_full": files.is_full(self._upper),
         }
+        if self._events >= 0:
+            head["ooms"] = oom_kills(self._events)
         report = running.report.value()
         if running.is_call:
             self._answer(request, head, report[: running.report_bytes])
@@ -437,6 +449,18 @@ class Agent:
         out, err = running.output, running.errors
         totals = {"stdout_bytes": out.total, "stderr_bytes": err.total}
         self._answer(request, {**head, **totals, **_of_leader(report)}, out.value(), err.value())
+
+
+def oom_kills(events: int) -> int:
+    """Processes that the kernel has killed in a control group for memory.
+
+    Args:
+        events: a descriptor of its memory.events.
+    """
+    for line in os.pread(events, 1 << 12, 0).splitlines():
+        if line.startswith(b"oom_kill "):
+            return int(line.split()[1])
+    return 0
 
 
 def _of_leader(report: bytes) -> frames.Head:

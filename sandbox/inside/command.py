@@ -92,8 +92,12 @@ class Room:
     """What every process of the container is shut in with."""
 
     def __init__(self, limits: dict[str, Any], masked: list[str], tools: Tools) -> None:
-        """Limits are those of the sandbox, with "is_group_limited": whether cgroups count memory."""
+        """Limits are those of the sandbox, with "is_group_limited": whether cgroups count memory, and "pace": how
+        many times as long as on the host things take here.
+        """
         self.limits = limits
+        self.pace = limits.get("pace", 1)
+        self.own_cpu_s = min(_MAX_OWN_CPU_S * self.pace, max(_MAX_OWN_CPU_S, limits["cpu_s"] / 10))
         self._masked = masked
         self._tools = tools
         self._filter = Filter(sockets=True, own_limits=True)
@@ -137,7 +141,7 @@ class Room:
                 self._call(call, request["max_chars"])
                 return
             own = resource.getrusage(resource.RUSAGE_SELF)
-            stays = left > 0 and own.ru_utime + own.ru_stime < _MAX_OWN_CPU_S
+            stays = left > 0 and own.ru_utime + own.ru_stime < self.own_cpu_s
             _lead(request, descriptors, stays)
             if not stays:
                 return

@@ -80,15 +80,18 @@ def build(request: dict[str, Any], restore: Any) -> int:
     """Make the container's root and enter it.
 
     Args:
-        request: see `template.py`.
+        request: see `template.py`; a machine's may say where a file system of its size is mounted already, "private".
         restore: called with a descriptor of the empty private layer, before it is in use.
 
     Returns:
         A descriptor of the private layer, which has no path any more.
     """
     system.mount("", "/", flags=system.MS_REC | system.MS_PRIVATE)
-    options = f"size={request['disk_bytes']},nr_inodes={request['files'] + 16},mode=755"
-    system.mount("tmpfs", _QUOTA, "tmpfs", system.MS_NOSUID | system.MS_NODEV, options)
+    if request.get("private"):
+        system.bind(request["private"], _QUOTA)
+    else:
+        options = f"size={request['disk_bytes']},nr_inodes={request['files'] + 16},mode=755"
+        system.mount("tmpfs", _QUOTA, "tmpfs", system.MS_NOSUID | system.MS_NODEV, options)
     upper = f"{_QUOTA}/upper"
     for path in (upper, f"{_QUOTA}/work", f"{_QUOTA}/shm"):
         os.mkdir(path)

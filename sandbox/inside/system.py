@@ -43,7 +43,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _OPENAT2 = 437
 _MAX_BUSY = 100
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAP_AMBIENT = 1, 4, 8, 47
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 4, 8, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL, _CAPABILITY_VERSION_3 = 4, 0x2008_0522
 _MNT_DETACH = 2
 
@@ -151,6 +151,11 @@ def die_with_parent() -> None:
     check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "dying with the parent")
 
 
+def no_new_privileges() -> None:
+    """No program that this process or what it starts executes has more rights than it, for good."""
+    check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
+
+
 def set_dumpable(is_dumpable: bool) -> None:
     """Whether processes of the same user may look into this one (/proc/PID/mem, ptrace)."""
     check(_LIBC.prctl(_PR_SET_DUMPABLE, int(is_dumpable), 0, 0, 0), "setting who may look in")
@@ -181,6 +186,11 @@ def open_inside(directory: int, path: str, flags: int, mode: int = 0) -> int:
         busy += error == 11  # EAGAIN: something was renamed meanwhile; or somebody has a lease on it, and keeps it
         if error not in (4, 11) or busy > _MAX_BUSY:
             raise OSError(error, os.strerror(error))
+
+
+def sync_file_system(descriptor: int) -> None:
+    """Have all that was written to the file system of an open file on its device."""
+    check(_LIBC.syncfs(descriptor), "writing to the device")
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -4,7 +4,8 @@ Standard input is a SOCK_SEQPACKET socket to the host; a message is JSON with de
 
     host -> here    {"image": [directories, the highest first], "binds", "uid", "disk_bytes", "files", "has_snapshot"};
                     the container's end of its control socket, the snapshot's file if it has one, then files to write
-                    "0" into, which put the writer into its cgroups
+                    "0" into, which put the writer into its cgroups;
+                    or what `emulator.py` says
     here -> host    {"error": text or ""}, and where there is none a pidfd of the container's first process
 
 Answers come in the order of the questions. This process holds CAP_SYS_ADMIN in its user namespace (as the host's root
@@ -24,13 +25,13 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, root, system
+from rollforward.sandbox.inside import agent, emulator, root, system
 
 _HOST: Final = 0
 _NAMESPACES: Final = system.NEWUSER | system.NEWPID | system.NEWNS | system.NEWNET | system.NEWIPC | system.NEWUTS
 _MAX_MESSAGE: Final = 1 << 16
 _MAX_DESCRIPTORS: Final = 16
-_PRELOADED: Final = (
+PRELOADED: Final = (
     *("ast", "base64", "bisect", "codecs", "collections", "contextlib", "copy", "ctypes", "datetime", "errno", "fcntl"),
     *("fnmatch", "functools", "glob", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "pathlib"),
     *("posixpath", "random", "re", "resource", "select", "selectors", "shlex", "shutil", "signal", "socket", "stat"),
@@ -46,7 +47,7 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     _drop(setup["uid"])
     root.prepare(setup["binds"])
-    for name in _PRELOADED:
+    for name in PRELOADED:
         importlib.import_module(name)
     host = socket.socket(fileno=_HOST)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
@@ -60,7 +61,7 @@ def main() -> None:
             os._exit(0)
         request = json.loads(message)
         try:
-            pidfd = _make(request, descriptors, setup["is_many"])
+            _, pidfd = make(request, descriptors, is_many=setup["is_many"])
         except OSError as error:
             host.sendall(json.dumps({"error": str(error)}).encode())
         else:
@@ -86,8 +87,20 @@ def _drop(uid: int) -> None:
         os.close(null)
 
 
-def _make(request: dict[str, Any], descriptors: list[int], is_many: bool) -> int:
-    """Fork a container; a pidfd of it."""
+def make(request: dict[str, Any], descriptors: list[int], *, is_many: bool) -> tuple[int, int]:
+    """Fork a container, or an emulator.
+
+    Args:
+        request: see the module.
+        descriptors: likewise.
+        is_many: whether this process may give it users of its own.
+
+    Returns:
+        Its pid here, and a pidfd.
+
+    Raises:
+        OSError: it cannot be.
+    """
     ready, go = os.pipe()
     pid, pidfd = system.fork(_NAMESPACES)
     if pid == 0:
@@ -96,7 +109,7 @@ def _make(request: dict[str, Any], descriptors: list[int], is_many: bool) -> int
             os.close(go)
             if os.read(ready, 1):
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                agent.main(request, descriptors)
+                (emulator if "program" in request else agent).main(request, descriptors)
                 status = 0
         except Exception:  # noqa: BLE001, for whoever reads what the template has said
             traceback.print_exc()
@@ -113,7 +126,7 @@ def _make(request: dict[str, Any], descriptors: list[int], is_many: bool) -> int
         raise
     finally:
         os.close(go)
-    return pidfd
+    return pid, pidfd
 
 
 def _map_users(pid: int, uid: int, is_many: bool) -> None:

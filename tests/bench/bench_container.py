@@ -16,6 +16,7 @@ import pytest
 
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.container import Container, ContainerSubstrate
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus, SandboxSpec
 
 pytestmark = pytest.mark.benchmark
@@ -115,7 +116,7 @@ async def density(substrate: ContainerSubstrate, number: int) -> None:
 
 
 async def main(number: int, many: int) -> None:
-    substrate = ContainerSubstrate({}, label=f"bench-{os.getpid()}", max_sandboxes=max(many, 1) + 8)
+    substrate = ContainerSubstrate(Images({}), label=f"bench-{os.getpid()}", max_sandboxes=max(many, 1) + 8)
     start = time.perf_counter()
     await substrate.start()
     say(f"template up in {1e3 * (time.perf_counter() - start):.0f} ms; load {os.getloadavg()[0]:.1f}")

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from rollforward.sandbox.config import Limits
 from rollforward.sandbox.homes import homes_root
+from tests.helpers.machines import MachineWorld
 from tests.helpers.supervisors import Stage, command, mount_count, owner_process, pids
 
 LEASE_S = 1.5
@@ -26,7 +28,8 @@ LEASE_S = 1.5
 class Soak:
     """Owners of sandboxes, killed and replaced until so many sandboxes were made."""
 
-    def __init__(self, stage: Stage, seed: int, *, num_owners: int, mark: str) -> None:
+    def __init__(self, stage: Stage, seed: int, *, num_owners: int, mark: str, machines: float) -> None:
+        self._machines = machines
         self._stage, self._chance, self._mark = stage, random.Random(seed), mark
         self._owners: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
@@ -39,14 +42,17 @@ class Soak:
         while len(self.made) < count:
             while len(self._owners) < self._num_owners:
                 self._start()
-            await asyncio.sleep(self._chance.uniform(0.05, 0.4))
+            # Machines take longer to make: who is killed at once makes none.
+            await asyncio.sleep(self._chance.uniform(0.05, 0.4) * (8.0 if self._machines else 1.0))
             self._strike()
         for owner in self._owners:
             self._kill(owner)
 
     def _start(self) -> None:
         self._num_started += 1
-        owner = owner_process(self._stage, f"owner-{self._num_started}", 40, LEASE_S, self._mark)
+        owner = owner_process(
+            self._stage, f"owner-{self._num_started}", 40, LEASE_S, self._mark, machines=self._machines
+        )
         self._owners.append(owner)
         reader = threading.Thread(target=self._read, args=(owner,), daemon=True)
         reader.start()
@@ -95,10 +101,19 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     made.end()
 
 
-async def soak(stage: Stage, count: int, *, seed: int, num_owners: int) -> Soak:
+@pytest.fixture
+def prepared() -> None:
+    """Kernel, disks and states of machines are there, so that no supervisor is killed before it has made them."""
+    limits = Limits(memory_bytes=64 << 20, disk_bytes=4 << 20)
+    for substrate in ("microvm", "fullvm"):
+        with MachineWorld(substrate) as world:
+            world.create(limits)
+
+
+async def soak(stage: Stage, count: int, *, seed: int, num_owners: int, machines: float = 0.0) -> Soak:
     mark = f"31{int(stage.name, 16) % 10**9:09d}"
     mounts = mount_count()
-    running = Soak(stage, seed, num_owners=num_owners, mark=mark)
+    running = Soak(stage, seed, num_owners=num_owners, mark=mark, machines=machines)
     try:
         await running.run(count)
     finally:
@@ -118,6 +133,20 @@ def test_sixty_sandboxes_of_owners_that_are_killed_leave_nothing(stage: Stage) -
     done = asyncio.run(soak(stage, 60, seed=7, num_owners=4))
     assert len(done.made) >= 60
     assert done.kills["owner"] >= 3
+
+
+@pytest.mark.timeout(600)
+def test_twenty_with_machines_among_them_leave_nothing(stage: Stage, prepared: None) -> None:
+    done = asyncio.run(soak(stage, 20, seed=11, num_owners=2, machines=0.5))
+    assert len(done.made) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_thousand_with_machines_among_them_leave_nothing(stage: Stage, prepared: None) -> None:
+    done = asyncio.run(soak(stage, 1000, seed=3, num_owners=8, machines=0.1))
+    assert len(done.made) >= 1000
+    assert all(done.kills.values()), done.kills
 
 
 @pytest.mark.slow

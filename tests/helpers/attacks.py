@@ -1,4 +1,4 @@
-"""Code that means harm, run the three ways in which a policy's code runs, and on the host without any defence."""
+"""Code that means harm, run the ways in which a policy's code runs, and on the host without any defence."""
 
 import asyncio
 import json
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import pytest
 
 from rollforward.sandbox.config import Limits, SandboxConfig, ToolConfig
-from rollforward.sandbox.container import Container
 from rollforward.sandbox.function import FunctionSandbox
+from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.types import Call, ExecRequest
 from tests.helpers.containers import World
+from tests.helpers.machines import MachineWorld
 from tests.helpers.sandboxes import tools_in
 
 LIMITS = Limits(
@@ -47,6 +49,10 @@ def error_of(function, *arguments):
 '''
 
 
+everywhere = pytest.mark.parametrize("world", ["container", "microvm", "fullvm"], indirect=True, scope="module")
+"""For a test of what a world makes: in machines too."""
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """How the code ended, whichever way it ran."""
 
@@ -62,7 +68,9 @@ class Way(Protocol):
     """A way in which a policy's code runs."""
 
     name: str
-    """function, call (in a container) or command (in a container)."""
+    """function, call (in a container or machine) or command (likewise)."""
+    is_slow: bool
+    """Whether processors are emulated there."""
 
     def run(self, code: str) -> Ended:
         """Run Python code; a JSON value that it puts into `answer` is its text."""
@@ -72,7 +80,7 @@ class Way(Protocol):
 class InFunction:
     """Inside the process of a call of the function substrate."""
 
-    name = "function"
+    name, is_slow = "function", False
 
     def __init__(self, sandbox: FunctionSandbox) -> None:
         self.sandbox = sandbox
@@ -83,15 +91,17 @@ class InFunction:
 
 
 class InContainer:
-    """Inside the process of a call of a container, or as a command of it; one that is gone is replaced."""
+    """Inside the process of a call of a container or machine, or as a command of it; one that is gone is replaced."""
 
-    def __init__(self, world: World, *, is_call: bool, limits: Limits = LIMITS) -> None:
+    def __init__(self, world: World | MachineWorld, *, is_call: bool, limits: Limits = LIMITS) -> None:
         self.world, self.is_call, self.limits = world, is_call, limits
+        self.is_slow = isinstance(world, MachineWorld)
+        self.is_on_disk = isinstance(world, MachineWorld) and world.name == "fullvm"
         self.name = "call" if is_call else "command"
-        self._container: Container | None = None
+        self._container: Instance | None = None
 
     @property
-    def container(self) -> Container:
+    def container(self) -> Instance:
         if self._container is None or self._container.died.done():
             self._container = self.world.create(self.limits)
         return self._container

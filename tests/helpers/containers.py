@@ -6,8 +6,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from rollforward.sandbox.cgroups import Hierarchies
-from rollforward.sandbox.config import Limits, ToolConfig
+from rollforward.sandbox.config import LayersConfig, Limits, ToolConfig
 from rollforward.sandbox.container import Container, ContainerSubstrate
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult, SandboxSpec
 
 T = TypeVar("T")
@@ -23,12 +24,16 @@ class World:
         tools: list[ToolConfig],
         images: dict[str, tuple[str, ...]] | None = None,
         hierarchies: Hierarchies | None = None,
+        layers: LayersConfig = LayersConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.tools = tuple(tools)
         self.number = 0
         self.substrate = ContainerSubstrate(
-            images or {}, label=f"test-{os.getpid()}-{id(self)}", max_sandboxes=400, hierarchies=hierarchies
+            Images(images or {}, layers),
+            label=f"test-{os.getpid()}-{id(self)}",
+            max_sandboxes=400,
+            hierarchies=hierarchies,
         )
         self.report = self.do(self.substrate.start())
 

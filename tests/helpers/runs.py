@@ -18,6 +18,7 @@ from rollforward.model.tokenizer import DSML, Tokenizer, TokenizerConfig, train_
 from rollforward.rl.config import RLRun
 from rollforward.rl.controller import Controller
 from rollforward.rl.conversations import tokenizer_texts
+from rollforward.rl.judge.seats import Judges, local_engines
 from rollforward.rl.learner import Learner, LearnerSettings
 from rollforward.rl.setup import load_parts
 from rollforward.rl.stages import PolicyGradientStages
@@ -107,8 +108,9 @@ class HashScored:
 class LocalRollout:
     """Replicas in this process behind the interface of the pool."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica], judges: Judges | None = None) -> None:
         self.replicas = list(replicas)
+        self.judges = judges
         self.num_requests = 0
 
     def load_weights(self, directory: Path) -> list[WeightsAck]:
@@ -135,10 +137,13 @@ class LocalRollout:
     def close(self) -> None:
         for replica in self.replicas:
             replica.close()
+        if self.judges is not None:
+            self.judges.close()
 
 
-def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
-    """Everything of one process of the run, as rl/train.py places it on Ray."""
+def build_controller(run: RLRun, *, hash_scored: bool = True) -> tuple[Controller, Learner, LocalRollout]:
+    """Everything of one process of the run, as rl/train.py places it on Ray; without `hash_scored` with its own
+    rewards, and its judges."""
     run_dir = Path(run.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     join_alone(run_dir)
@@ -172,9 +177,16 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
         )
         for index in range(run.rollout.engines)
     ]
-    rollout = LocalRollout(replicas)
+    judges = Judges(
+        parts.judges,
+        [local_engines(model, run_dir, run.rollout) for model in parts.judges],
+        run_dir=run_dir,
+        run_seed=run.seed,
+    )
+    judges.open()
+    rollout = LocalRollout(replicas, judges)
     tracker = Tracker(run_dir, run.tracker, run_config={})
-    tasks: list[Any] = [HashScored(task) for task in parts.tasks]
+    tasks: list[Any] = [HashScored(task) if hash_scored else task for task in parts.tasks]
     controller = Controller(
         run,
         stages=PolicyGradientStages(run, learner),
@@ -183,5 +195,7 @@ def build_controller(run: RLRun) -> tuple[Controller, Learner, LocalRollout]:
         rollout=rollout,
         learner=learner,
         tracker=tracker,
+        judges=judges,
+        judging=judges.judging(rollout.generate, parts.encoding, parts.model_config),
     )
     return controller, learner, rollout

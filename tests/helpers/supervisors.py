@@ -144,10 +144,12 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
 
 
-def owner_process(stage: Stage, owner: str, count: int, lease_s: float, mark: str = "1e6") -> "subprocess.Popen[str]":
+def owner_process(
+    stage: Stage, owner: str, count: int, lease_s: float, mark: str = "1e6", *, machines: float = 0.0
+) -> "subprocess.Popen[str]":
     """A process that makes sandboxes and prints their identities (owner_main.py); in a session of its own."""
     program = Path(__file__).parent / "owner_main.py"
-    arguments = [stage.name, owner, str(count), str(lease_s), mark]
+    arguments = [stage.name, owner, str(count), str(lease_s), mark, str(machines)]
     return subprocess.Popen(
         [sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

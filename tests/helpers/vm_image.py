@@ -1,6 +1,6 @@
 """Kernel and memory image of the guests: made from this machine's Python and Debian's cloud kernel, kept by content.
 
-    apt-get download --> kernel, drivers            } --> one initial RAM file system --> vm.py boots it once
+    sandbox/vm_kernel.py --> kernel, drivers        } --> one initial RAM file system --> vm.py boots it once
     a rehearsal's imports and mapped libraries      }
 
 Everything lies below `CACHE`; nothing is installed, nothing needs root. The product is not in the image: it comes on a
@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import lzma
 import os
 import py_compile
 import shutil
@@ -26,19 +25,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from rollforward.sandbox import vm_kernel
+from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.vm_cpio import Entry, write_cpio
 from tests.helpers.source import ROOT
 
 CACHE = Path.home() / ".cache" / "rollforward" / "vm"
 
-_PACKAGE = "linux-image-cloud-amd64"
-_DRIVERS = (
-    "virtio/virtio_ring",
-    "virtio/virtio",
-    "virtio/virtio_pci_modern_dev",
-    "virtio/virtio_pci_legacy_dev",
-    "virtio/virtio_pci",
-    "block/virtio_blk",
-)
+_DRIVERS = ("virtio_ring", "virtio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "virtio_blk")
 _OURS = ("rollforward", "tests")
 _UNCHECKED = struct.pack("<IQ", 1, 0)
 _KEEP_UNUSED_S = 86400.0
@@ -75,42 +69,12 @@ def tool(name: str, package: str) -> str:
 
 
 def find_kernel() -> Kernel:
-    """Debian's cloud kernel, downloaded once."""
-    home = CACHE / "kernel"
-    if not home.is_dir():
-        tool("apt-get", "apt")
-        tool("dpkg-deb", "dpkg")
-        with _scratch("kernel") as scratch:
-            _fetch(scratch)
-            _publish(scratch, home)
-    drivers: list[Path] = []
-    for name in _DRIVERS:
-        drivers += home.glob(f"**/kernel/drivers/{name}.ko*")
-    (image,) = home.glob("boot/vmlinuz-*")
-    return Kernel(image, tuple(drivers))
-
-
-def _fetch(scratch: Path) -> None:
-    listed = subprocess.run(["apt-cache", "depends", _PACKAGE], capture_output=True, text=True, check=False)
-    names = [line.split()[-1] for line in listed.stdout.splitlines() if "Depends: linux-image-" in line]
-    if not names:
-        pytest.skip(f"apt knows no package {_PACKAGE} (run apt-get update; Debian has it)")
-    got = subprocess.run(["apt-get", "download", names[0]], cwd=scratch, capture_output=True, text=True, check=False)
-    if got.returncode:
-        pytest.skip(f"apt-get download {names[0]} failed (run apt-get update): {got.stderr.strip()[-300:]}")
-    (package,) = scratch.glob("*.deb")
-    # The drivers alone: the others are 80 MB.
-    subprocess.run(f"dpkg-deb --fsys-tarfile {package.name} > all.tar", shell=True, cwd=scratch, check=True)
-    with tarfile.open(scratch / "all.tar") as archive:
-        for member in archive:
-            wanted = any(f"/drivers/{name}.ko" in member.name for name in _DRIVERS) or "/boot/vmlinuz-" in member.name
-            # The package's own path below the scratch directory; what may lie elsewhere is not wanted.
-            if member.isfile() and wanted and (data := archive.extractfile(member)) is not None:
-                target = scratch / member.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data.read())
-    (scratch / "all.tar").unlink()
-    package.unlink()
+    """The kernel of virtual machines, downloaded once, or a skip that says what is missing."""
+    try:
+        found = vm_kernel.find_kernel()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    return Kernel(found.image, tuple(path for path in found.modules if path.stem in _DRIVERS))
 
 
 def rehearse(module: str) -> Program:
@@ -142,13 +106,13 @@ def build_image(kernel: Kernel, program: Program) -> Path:
     entries = dict(_entries(kernel, program))
     key = hashlib.blake2b(kernel.image.read_bytes(), digest_size=16)
     for name in sorted(name for name in entries if not name.endswith(".pyc")):
-        key.update(f"{name}\0{entries[name].key}\0".encode())
+        key.update(f"{name}\0{_stamp(entries[name])}\0".encode())
     home = CACHE / f"image-{key.hexdigest()}"
     if not home.is_dir():
         with _scratch("image") as scratch:
             shutil.copyfile(kernel.image, scratch / "kernel")
             with (scratch / "initrd").open("wb") as out:
-                _write_cpio(out, entries)
+                write_cpio(out, entries)
             _publish(scratch, home)
     os.utime(home)
     # Each is some 350 MB with its saved state.
@@ -158,20 +122,12 @@ def build_image(kernel: Kernel, program: Program) -> Path:
     return home
 
 
-class _Entry(NamedTuple):
-    """A file or link of the image."""
-
-    content: Path | bytes
-    """Where it is copied from, or what it holds or points to."""
-    mode: int
-
-    @property
-    def key(self) -> str:
-        data = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
-        return f"{self.mode:o} {hashlib.blake2b(data, digest_size=16).hexdigest()}"
+def _stamp(entry: Entry) -> str:
+    """Stands for an entry."""
+    return f"{entry.mode:o} {hashlib.blake2b(entry.data, digest_size=16).hexdigest()}"
 
 
-def _entries(kernel: Kernel, program: Program) -> Iterator[tuple[str, _Entry]]:
+def _entries(kernel: Kernel, program: Program) -> Iterator[tuple[str, Entry]]:
     """(absolute name, entry) of everything in the image; files of this machine keep their places."""
     interpreter = Path(sys.executable).resolve()
     # Set-up's own import hooks are of this machine alone.
@@ -184,34 +140,33 @@ def _entries(kernel: Kernel, program: Program) -> Iterator[tuple[str, _Entry]]:
         ],
         "environment": {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     }
-    yield "/init", _Entry(init.encode(), 0o100755)
-    yield "/manifest.json", _Entry(json.dumps(manifest).encode(), 0o100644)
-    yield str(interpreter), _Entry(interpreter, 0o100755)
+    yield "/init", Entry(init.encode(), 0o100755)
+    yield "/manifest.json", Entry(json.dumps(manifest).encode(), 0o100644)
+    yield str(interpreter), Entry(interpreter, 0o100755)
     for number, driver in enumerate(kernel.drivers):
-        data = lzma.decompress(driver.read_bytes()) if driver.suffix == ".xz" else driver.read_bytes()
-        yield f"/drivers/{number}-{driver.name.partition('.')[0]}.ko", _Entry(data, 0o100644)
+        yield f"/drivers/{number}-{driver.name}", Entry(driver, 0o100644)
     for _, file in program.modules:
         if file is not None and Path(file).is_file():
-            yield file, _Entry(Path(file), 0o100644)
+            yield file, Entry(Path(file), 0o100644)
             bytecode = Path(importlib.util.cache_from_source(file)) if file.endswith(".py") else None
             if bytecode is not None and bytecode.is_file():
                 # Not to be compared with the source, which has another time there: PEP 552's unchecked form.
                 data = bytecode.read_bytes()
-                yield str(bytecode), _Entry(data[:4] + _UNCHECKED + data[16:], 0o100644)
+                yield str(bytecode), Entry(data[:4] + _UNCHECKED + data[16:], 0o100644)
     for file in program.libraries:
         path = Path(file)
-        yield file, _Entry(path, 0o100755)
+        yield file, Entry(path, 0o100755)
         # The names that the loader looks for.
         for link in path.parent.iterdir():
             if link.is_symlink() and link.resolve() == path:
-                yield str(link), _Entry(path.name.encode(), 0o120777)
+                yield str(link), Entry(path.name.encode(), 0o120777)
     for loader in Path("/lib64").glob("ld-linux*"):
-        yield str(loader.parent.resolve() / loader.name), _Entry(loader.resolve(), 0o100755)
+        yield str(loader.parent.resolve() / loader.name), Entry(loader.resolve(), 0o100755)
     for link in ("/lib", "/lib64"):
         if Path(link).is_symlink():
-            yield link, _Entry(os.readlink(link).encode(), 0o120777)
+            yield link, Entry(os.readlink(link).encode(), 0o120777)
     if Path("/etc/ld.so.cache").is_file():
-        yield "/etc/ld.so.cache", _Entry(Path("/etc/ld.so.cache"), 0o100644)
+        yield "/etc/ld.so.cache", Entry(Path("/etc/ld.so.cache"), 0o100644)
 
 
 def _archive(ours: dict[str, Path]) -> bytes:
@@ -231,19 +186,6 @@ def _archive(ours: dict[str, Path]) -> bytes:
                 compiled, str(cached.parent / "__pycache__" / f"{cached.stem}.{sys.implementation.cache_tag}.pyc")
             )
     return buffer.getvalue()
-
-
-def _write_cpio(out: Any, entries: dict[str, _Entry]) -> None:
-    """Writes the kernel's format of initial file systems ("newc": see its Documentation, early-userspace)."""
-    parents = {str(parent) for name in entries for parent in Path(name).parents} - {"/"}
-    folders = {name: _Entry(b"", 0o040755) for name in sorted(parents) if name not in entries}
-    everything = [*folders.items(), *entries.items(), ("/TRAILER!!!", _Entry(b"", 0))]
-    for number, (name, entry) in enumerate(everything, 1):
-        data = entry.content if isinstance(entry.content, bytes) else entry.content.read_bytes()
-        packed = name.removeprefix("/").encode() + b"\0"
-        fields = (number, entry.mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(packed), 0)
-        header = b"070701" + b"".join(b"%08X" % field for field in fields)
-        out.write(header + packed + bytes(-(len(header) + len(packed)) % 4) + data + bytes(-len(data) % 4))
 
 
 class _scratch:  # noqa: N801 - used like a function

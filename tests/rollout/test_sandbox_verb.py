@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from rollforward.conf import cli
+from rollforward.sandbox.client import SandboxClient
 from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES
-from rollforward.sandbox.command_log import log_path
+from rollforward.sandbox.command_log import PREPARED_NAME, log_path
 from rollforward.sandbox.homes import Home, supervisor_id
+from rollforward.sandbox.prepared import Preparation
 from rollforward.sandbox.session import Session
 from rollforward.sandbox.types import Call
 from tests.helpers.sandboxes import wait_for
@@ -138,6 +141,32 @@ def test_hostile_logs_are_named_and_the_others_listed(
         said = mistake(capsys, "replay", f"s0-p0-m{number}", f"run_dir={tmp_path}")
         assert f"s0-p0-m{number}.log" in said
         assert why in said
+
+
+def test_a_replay_begins_with_what_was_prepared(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    one = trajectory(home, run_dir, "s0-p0-m0")
+    noise = [["sh", "-c", "head -c 99 /dev/urandom > given.txt; head -c 99999 /dev/urandom > large"]]
+
+    async def prepared(client: SandboxClient) -> None:
+        place = one.log.parent / PREPARED_NAME
+        begin = Preparation(client, place, spec=one.spec, files={}, commands=noise, config=one.config, sync=False)
+        session = await one.open(client, begin=begin)
+        await session.call("t1c0", mark("m0"))
+        await session.collect(["given.txt", "effects"], max_bytes=1000)
+        await session.close()
+
+    one.ask(prepared)
+    (run_dir / "config.json").write_text(json.dumps({"sandbox": {"container": {"trusted_code": True}}}))
+    words = ("replay", "s0-p0-m0", f"run_dir={run_dir}")
+    try:
+        assert ask(capsys, *words, "json=true")[1]["same"] == 2
+        for path in (one.log.parent / PREPARED_NAME).glob("*"):
+            if path.suffix not in (".state", ".lock"):
+                path.unlink()
+        assert "cannot be replayed" in mistake(capsys, *words)
+    finally:
+        end(Home.of(supervisor_id("replay", os.getuid(), run_dir)), signal.SIGTERM)
 
 
 def test_replay_compares_and_exits_with_one_where_something_differs(

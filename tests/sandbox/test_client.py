@@ -251,7 +251,7 @@ async def test_what_is_safe_is_asked_again(stage: Stage, name: str, operation: s
         sandbox = await client.create(f"{name}-{operation}", SandboxSpec())
         await sandbox.upload({"file": b"bytes"})
         assert await sandbox.download(["file"], max_bytes=100) == {"file": b"bytes"}
-        assert b"bytes" in await sandbox.snapshot(max_bytes=1 << 20)
+        assert b"bytes" in (await sandbox.snapshot(max_bytes=1 << 20)).data
         assert (await client.adopt(sandbox.id)).instance == sandbox.instance
         await client.renew([sandbox.id])
         assert sandbox.id in {info.sandbox_id for info in await client.list()}
@@ -414,5 +414,5 @@ def test_counters_add_up() -> None:
 
 
 def test_a_sandbox_says_which_it_is() -> None:
-    sandbox = Sandbox(None, wire.Which(sandbox_id="a", instance="b"), SandboxSpec(), lambda *_: None)  # type: ignore[arg-type]
+    sandbox = Sandbox(None, wire.Which(sandbox_id="a", instance="b"), SandboxSpec(), lambda *_: None, None)  # type: ignore[arg-type]
     assert (sandbox.id, sandbox.instance) == ("a", "b")

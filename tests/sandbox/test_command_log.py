@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,16 +30,17 @@ from rollforward.sandbox.codec import (
     frame_seed,
     scan_frames,
 )
+from rollforward.sandbox.command_history import CommandHistory
 from rollforward.sandbox.command_log import CommandLog, log_path, read_log
 from rollforward.sandbox.command_records import (
     ClosedRecord,
-    CommandHistory,
     CommandRecord,
     EndRecord,
     FailedRecord,
     GetRecord,
     OpenedRecord,
     PutRecord,
+    SnapshotRecord,
     StartRecord,
     UnknownRecord,
     decode_call,
@@ -54,7 +56,7 @@ from rollforward.sandbox.errors import (
     CommandLogWriteError,
     GoneCause,
 )
-from rollforward.sandbox.types import Call, CallStatus, SandboxSpec
+from rollforward.sandbox.types import Call, CallStatus, SandboxSpec, SnapshotKind
 
 NAME = "s12-p3-m0"
 SPEC = SandboxSpec(labels={"task": "x"})
@@ -62,6 +64,15 @@ SPEC = SandboxSpec(labels={"task": "x"})
 
 def opened(epoch: int = 1, attempt: int = 0, instance: str = "0123456789abcdef") -> OpenedRecord:
     return OpenedRecord(epoch, attempt, f"3f9a2c71-{NAME}-a{attempt}", instance, SPEC, b"s" * 16, b"f" * 16)
+
+
+def kept(data: bytes = b"tar", *, is_shared: bool = False) -> SnapshotRecord:
+    return SnapshotRecord(SnapshotKind.FILES, "host", Stored(len(data), data), is_shared)
+
+
+def restored(epoch: int, seq: int | None, attempt: int = 1) -> OpenedRecord:
+    record = opened(epoch=epoch, attempt=attempt, instance=f"{attempt}" * 16)
+    return msgspec.structs.replace(record, restored=seq)
 
 
 def start(key: str) -> StartRecord:
@@ -219,7 +230,7 @@ def _framed(record: CommandRecord) -> tuple[int, int, bytes]:
     return kind, 0, payload
 
 
-ORDER = re.compile("(?:O+(?:PO*)?(?:SO*EO*)*(?:SO*U|(?:SO*|G)?F?)|F?)C?")
+ORDER = re.compile("N?(?:O[ON]*(?:P[ON]*)?(?:SO*E[ON]*)*(?:SO*U|(?:SO*|G)?F?)|F?)C?")
 
 
 def test_every_order_of_records_is_either_one_that_is_written_or_refused() -> None:
@@ -236,6 +247,7 @@ def test_every_order_of_records_is_either_one_that_is_written_or_refused() -> No
             "U": lambda: UnknownRecord(running, "lost"),
             "F": lambda: FailedRecord("lost"),
             "C": ClosedRecord,
+            "N": lambda: kept(before.encode()),
         }
         return make[letter]()
 
@@ -248,7 +260,7 @@ def test_every_order_of_records_is_either_one_that_is_written_or_refused() -> No
     accepted, waiting = 0, [""]
     while waiting:
         before = waiting.pop()
-        for letter in "OPSEGUFC":
+        for letter in "OPSEGUFCN":
             history = replay(before)
             state = told(history)
             following = record(letter, before)
@@ -276,6 +288,13 @@ def test_every_order_of_records_is_either_one_that_is_written_or_refused() -> No
         ([opened(), start("t9c0"), end(2)], start("t10c"), "must read"),
         ([opened(), start("t9c0"), end(2)], start("t01c0"), "must read"),
         ([opened(), start("t0c0"), end(2, gone=GoneCause.OOM)], opened(epoch=2), "needed no more"),
+        ([opened(), start("t0c0")], restored(2, None), "not restored to the last"),
+        ([opened(), start("t0c0"), end(2), kept(), kept()], restored(2, 4), "not restored to the last"),
+        ([opened(), start("t0c0"), end(2), kept()], restored(2, 0), "not restored to the last"),
+        ([opened(), kept()], restored(2, 2), "no command had run"),
+        ([opened(), start("t0c0")], msgspec.structs.replace(opened(epoch=2), restored=0), "nothing was restored"),
+        ([opened(), start("t0c0")], kept(), "a command runs"),
+        ([kept()], kept(), "no sandbox was opened"),
         ([opened(), start("t0c0")], end(1), "ends command 1"),
         ([opened(), start("t0c0")], EndRecord(2, CallStatus.INFRA, Stored(0, b""), False, 0, 0.0, ""), "infra"),
     ],
@@ -287,6 +306,29 @@ def test_what_a_record_says_must_fit_too(before: list[CommandRecord], record: Co
     with pytest.raises(CommandLogDamagedError, match=why):
         history.apply(len(before) + 1, record)
     assert told(history) == after(before)
+
+
+def test_what_is_done_again_is_what_ended_after_the_snapshot_until_something_new_is_asked() -> None:
+    history = CommandHistory()
+    before = [opened(), start("t0c0"), end(2), kept(), start("t1c0"), end(5), start("t2c0"), end(7), start("t3c0")]
+
+    def keys(*records: CommandRecord) -> list[str]:
+        for record in records:
+            history.apply(history.next_seq, record)
+        return [command.start.key for command in history.redo]
+
+    assert keys(*before) == []
+    assert history.snapshot_seq == 4
+    assert not history.is_as_kept
+    assert keys(restored(2, 4)) == ["t1c0", "t2c0"]
+    successor = msgspec.structs.replace(restored(3, None), instance="1" * 16)
+    assert keys(successor) == ["t1c0", "t2c0"]
+    assert keys(restored(4, 4, attempt=2)) == ["t1c0", "t2c0"]
+    assert history.settled_attempt == 0
+    assert keys(end(9)) == []
+    assert history.settled_attempt == 2
+    assert keys(kept(), restored(5, 14, attempt=3)) == []
+    assert history.is_as_kept
 
 
 def test_ten_comes_after_nine(tmp_path: Path) -> None:
@@ -301,7 +343,7 @@ def test_forged_records_with_good_checksums_are_refused_by_name(tmp_path: Path) 
     path = tmp_path / f"{NAME}.log"
     good = _framed(opened())[2]
     cases: list[tuple[tuple[int, int, int, int, bytes], str]] = [
-        ((9, 0, 1, 1, b""), "type 9"),
+        ((10, 0, 1, 1, b""), "type 10"),
         ((0, 0, 1, 1, b""), "type 0"),
         ((1, 4, 1, 1, good), "flags 4"),
         ((1, 0, 1, 0, good), "batch"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollforward.sandbox.config import Limits
+from rollforward.sandbox.config import LayersConfig, Limits
 from rollforward.sandbox.container import Container
 from rollforward.sandbox.errors import SandboxFileError, SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.types import ExecRequest, ExecStatus
@@ -282,7 +282,7 @@ def _copy_program(program: Path, layer: Path) -> None:
 
 
 def test_an_image_of_layers_without_python(layers: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
-    with World(tools_in(tmp_path), layers) as world:
+    with World(tools_in(tmp_path), layers, layers=LayersConfig(dir=str(tmp_path / "store"))) as world:
         container = world.create(image="small")
         assert world.sh(container, "cat /data/both /data/low given").stdout == b"highlowgiven"
         assert b"data" in world.sh(container, "ls /").stdout

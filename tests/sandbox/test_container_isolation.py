@@ -18,6 +18,7 @@ from rollforward.conf.errors import user_error
 from rollforward.sandbox import cgroups, host
 from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.types import ExecRequest, ExecStatus
 from tests.helpers.containers import World
 from tests.helpers.sandboxes import descendants, tools_in
@@ -246,4 +247,4 @@ def test_groups_of_a_label_are_swept_and_others_stay(world: World) -> None:
     assert all(path.exists() for path in other.paths)
     assert other.remove()
     with pytest.raises(ValueError, match="label"):
-        ContainerSubstrate({}, label="a/../b", max_sandboxes=1)
+        ContainerSubstrate(Images({}), label="a/../b", max_sandboxes=1)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollforward.sandbox import session as session_module
+from rollforward.sandbox import tenancy as tenancy_module
 from rollforward.sandbox.client import Sandbox, SandboxClient, SocketTransport
 from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES, Frame, frame_seed, scan_frames
 from rollforward.sandbox.command_log import CommandLog, read_log
@@ -466,7 +466,7 @@ def test_a_damaged_log_fails_its_trajectory_by_name_and_is_left_as_it_is(traject
 def test_a_second_session_of_a_trajectory_waits_and_then_gives_up(
     trajectory: Trajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(tenancy_module, "_LOCK_WAIT_S", 0.1)
 
     async def work(session: Session) -> None:
         await some(session, 1)

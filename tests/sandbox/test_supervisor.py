@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollforward.sandbox import cgroups
-from rollforward.sandbox import container as container_module
+from rollforward.sandbox import instance as instance_module
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.container import ContainerSubstrate
@@ -27,6 +27,7 @@ from rollforward.sandbox.errors import (
     SandboxUnavailableError,
 )
 from rollforward.sandbox.homes import homes_root
+from rollforward.sandbox.images import Images
 from rollforward.sandbox.leases import LeaseBook, LeaseRecord
 from rollforward.sandbox.pool import Pool
 from rollforward.sandbox.room import Room
@@ -453,13 +454,13 @@ async def test_the_record_is_there_before_the_sandbox_and_as_long_as_it(tmp_path
             super().remove(instance)
 
     seen: list[tuple[str, int, bool]] = []
-    substrate = ContainerSubstrate({}, label="watched", max_sandboxes=4)
+    substrate = ContainerSubstrate(Images({}), label="watched", max_sandboxes=4)
     await substrate.start()
     pool = Pool(substrate, Watched(tmp_path / "leases"), config())
     box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
     made = len(groups("watched"))
     assert made > 0
-    assert [record.pid for record in LeaseBook(tmp_path / "leases").read()] == [box.container.pid]
+    assert [record.pid for record in LeaseBook(tmp_path / "leases").read()] == [box.sandbox.pid]
     await pool.shutdown()
     assert seen == [("write", 0, False), ("write", made, True), ("remove", 0, False)]
 
@@ -470,17 +471,17 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
 ) -> None:
     """Without control groups too, which would tell of what is left: the kernel ends no first process of a namespace
     while somebody outside has not seen the end of a child that he has in it."""
-    monkeypatch.setattr(container_module, "_KILL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(container_module, "_REMOVE_TRIES", 5)
+    monkeypatch.setattr(instance_module, "_KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(instance_module, "_REMOVE_TRIES", 5)
     substrate = ContainerSubstrate(
-        {}, label="stuck", max_sandboxes=4, hierarchies=cgroups.Hierarchies(None, None, None)
+        Images({}), label="stuck", max_sandboxes=4, hierarchies=cgroups.Hierarchies(None, None, None)
     )
     await substrate.start()
     book = LeaseBook(tmp_path / "leases")
     pool = Pool(substrate, book, config(max_sandboxes=1, create_timeout_s=0.5))
     users = list(substrate._users)  # pyright: ignore[reportPrivateUsage]
     box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
-    pid = box.container.pid
+    pid = box.sandbox.pid
     guest = subprocess.Popen(["nsenter", "--target", str(pid), "--pid", "sleep", "1000"])
     wait_for(lambda: bool(descendants(guest.pid)))
     os.kill(guest.pid, signal.SIGSTOP)
@@ -500,7 +501,7 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     finally:
         os.kill(guest.pid, signal.SIGCONT)
         guest.wait()
-    while not box.container.died.done():
+    while not box.sandbox.died.done():
         await asyncio.sleep(0.02)
     pool.sweep(0.0)
     await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from rollforward.model.messages import Message, ToolCall
 from rollforward.rl.errors import TaskError
-from rollforward.rl.tasks.config import DatasetConfig, ExactReward, PythonReward, TaskConfig
+from rollforward.rl.tasks.config import DatasetConfig, TaskConfig
 from rollforward.rl.tasks.registry import build_task
+from rollforward.rl.tasks.reward_config import ExactReward, PythonReward
 from rollforward.rl.tasks.types import Task
 from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.errors import ToolError

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rollforward.rl.errors import RewardError
-from rollforward.rl.tasks.config import ExactReward, MathReward, PythonReward
+from rollforward.rl.tasks.reward_config import ExactReward, MathReward, PythonReward
 from rollforward.rl.tasks.rewards import Judge, build_judge
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
@@ -203,7 +203,7 @@ def test_a_process_ends_with_its_judge(reward_file: Path) -> None:
 
 RUN_AND_HANG = """
 import sys
-from rollforward.rl.tasks.config import PythonReward
+from rollforward.rl.tasks.reward_config import PythonReward
 from rollforward.rl.tasks.rewards import build_judge
 judge = build_judge(PythonReward(file=sys.argv[1], timeout_s=1.5), max_answer_chars=9, owner="t")
 print(round(judge("q", "a", "pid").value * 2**40), flush=True)

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollforward.rl.tasks.config import UnitTestReward
 from rollforward.rl.tasks.grader import Grader
+from rollforward.rl.tasks.reward_config import UnitTestReward
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rl.tasks.unit_tests import UnitTest, UnitTestJudge
 from rollforward.rollout.types import FailureType

@@ -1,4 +1,4 @@
-"""Where attacks run: one sandbox of functions and one world of containers for each file of tests."""
+"""Where attacks run: for each file of tests a sandbox of functions, a world of containers, and worlds of machines."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ import pytest
 from rollforward.sandbox.function import FunctionSandbox
 from tests.helpers.attacks import CALLS, SECRET, InContainer, InFunction, Way, attacked_tools
 from tests.helpers.containers import World
+from tests.helpers.machines import MachineWorld
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +22,13 @@ def secret() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def world(secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(
+    request: pytest.FixtureRequest, secret: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World | MachineWorld]:
+    """Containers; machines where a test is marked `everywhere`."""
     assert os.environ[secret]
-    with World(list(attacked_tools(tmp_path_factory.mktemp("tools")))) as world:
+    tools, substrate = list(attacked_tools(tmp_path_factory.mktemp("tools"))), getattr(request, "param", "container")
+    with World(tools) if substrate == "container" else MachineWorld(substrate, tools) as world:
         yield world
 
 
@@ -48,13 +53,29 @@ def command(world: World) -> Iterator[InContainer]:
     way.renew()
 
 
-@pytest.fixture(params=["function", "call", "command"])
+@pytest.fixture(scope="module")
+def microvm(secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InContainer]:
+    """A call in a microVM. A command there is as different from it as in a container: the agent is the same."""
+    assert os.environ[secret]
+    with MachineWorld("microvm", attacked_tools(tmp_path_factory.mktemp("tools"))) as world:
+        yield InContainer(world, is_call=True)
+
+
+@pytest.fixture(scope="module")
+def fullvm(secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InContainer]:
+    """A call in a full VM."""
+    assert os.environ[secret]
+    with MachineWorld("fullvm", attacked_tools(tmp_path_factory.mktemp("tools"))) as world:
+        yield InContainer(world, is_call=True)
+
+
+@pytest.fixture(params=["function", "call", "command", "microvm", "fullvm"])
 def way(request: pytest.FixtureRequest) -> Way:
-    """Each of the three ways in which a policy's code runs."""
+    """Each of the ways in which a policy's code runs."""
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["call", "command"])
+@pytest.fixture(params=["call", "command", "microvm", "fullvm"])
 def inside(request: pytest.FixtureRequest) -> InContainer:
-    """The two of them that are in a container."""
+    """Those of them that are in a sandbox that lasts."""
     return request.getfixturevalue(request.param)

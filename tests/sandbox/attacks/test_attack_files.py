@@ -14,7 +14,7 @@ import pytest
 from rollforward.sandbox.container import Container
 from rollforward.sandbox.errors import SandboxFileError
 from rollforward.sandbox.types import ExecStatus
-from tests.helpers.attacks import LIMITS, on_host, python, status_of
+from tests.helpers.attacks import LIMITS, everywhere, on_host, python, status_of
 from tests.helpers.containers import World
 
 MIB = 1 << 20
@@ -70,6 +70,7 @@ def put(world: World, container: Container, code: str) -> None:
     assert result.status == ExecStatus.OK, result
 
 
+@everywhere
 @pytest.mark.parametrize("what", POISON)
 def test_what_is_no_plain_file_is_not_taken_out(world: World, container: Container, what: str) -> None:
     put(world, container, POISON[what])
@@ -78,6 +79,12 @@ def test_what_is_no_plain_file_is_not_taken_out(world: World, container: Contain
         with pytest.raises(SandboxFileError):
             world.do(container.download([taken], max_bytes=MIB))
     assert world.sh(container, "echo well").stdout == b"well\n"
+
+
+def test_this_machines_programs_are_not_reached(world: World, container: Container) -> None:
+    for asked in (container.download(["/usr/bin/env"], max_bytes=MIB), container.upload({"/usr/bin/env": b"x"})):
+        with pytest.raises(SandboxFileError):
+            world.do(asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", [w for w in POISON if w not in ("more than there may be",)])
@@ -89,9 +96,8 @@ def test_what_is_no_plain_file_is_not_written_through(world: World, container: C
     assert b"pwned" not in world.sh(container, "cat /etc/passwd nowhere d/q 2>/dev/null").stdout
 
 
-@pytest.mark.parametrize(
-    "path", ["/dev/null", "/proc/self/environ", "/proc/1/mem", "/usr/bin/env", "/dev/shm/x", "/proc/x"]
-)
+@everywhere
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/self/environ", "/proc/1/mem", "/dev/shm/x", "/proc/x"])
 def test_other_file_systems_are_not_reached(world: World, container: Container, path: str) -> None:
     world.sh(container, "echo x > /dev/shm/x")
     with pytest.raises(SandboxFileError):
@@ -198,6 +204,7 @@ def test_a_file_that_grows_and_shrinks_meanwhile_ends(world: World, container: C
     assert world.do(status_of(running)) == "timeout"
 
 
+@everywhere
 def test_a_snapshot_holds_names_and_no_tricks(world: World, container: Container) -> None:
     code = """
 for n in (b'new\\nline', b'\\xff', b'a' * 255, b'-rf', b'././@LongLink'[4:], b'@PaxHeader'): open(n, 'wb').write(n)
@@ -268,6 +275,7 @@ def _endless() -> bytes:
     return header.tobuf() * 3000
 
 
+@everywhere
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_snapshot_is_refused(world: World, what: str) -> None:
     data = _endless() if what == "headers without end" else HOSTILE[what]

@@ -111,6 +111,7 @@ for path in ('/proc/sys/kernel/core_pattern', '/proc/sys/kernel/hostname', '/pro
              '/proc/sys/fs/binfmt_misc/register', '/proc/self/setgroups', '/proc/1/oom_score_adj', '/dev/mem',
              '/proc/self/uid_map'):
     try:
+        if os.stat(path).st_rdev == os.makedev(1, 3): continue  # masked by /dev/null, which takes everything
         with open(path, 'w') as file: file.write('0')
         answer.append(path)
     except OSError: pass
@@ -158,7 +159,7 @@ def test_processes_of_the_host_are_neither_seen_nor_killed(way: Way) -> None:
         code = f"""
 seen = [n for n in (os.listdir('/proc') if os.path.exists('/proc') else []) if n.isdigit()]
 tried = []
-for pid in range(2, 40000):
+for pid in range(2, {4000 if way.is_slow else 40000}):
     if pid != os.getpid():
         for what in (lambda: os.kill(pid, 9), lambda: signal.pidfd_send_signal(os.pidfd_open(pid), 9)):
             try: what(); tried.append(pid)

@@ -12,7 +12,7 @@ import pytest
 
 from rollforward.sandbox.errors import SandboxGoneError, SandboxKeyError
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus
-from tests.helpers.attacks import LIMITS, InContainer, Way, answer, harmless, python
+from tests.helpers.attacks import LIMITS, InContainer, Way, answer, everywhere, harmless, python
 from tests.helpers.containers import World
 from tests.helpers.sandboxes import descendants, is_gone, wait_for
 
@@ -60,8 +60,8 @@ def test_who_ignores_signals_is_killed_at_the_deadline_and_lets_go_of_locks(worl
     assert world.sh(command.container, "flock -n /home//lock echo free").stdout == b"free\n"
 
 
-def test_sleeping_calls_end_at_their_deadline(world: World, inside: InContainer, function: Way) -> None:
-    assert world.call(inside.container, "nap", seconds=60).status == CallStatus.TIMEOUT
+def test_sleeping_calls_end_at_their_deadline(inside: InContainer, function: Way) -> None:
+    assert inside.world.call(inside.container, "nap", seconds=60).status == CallStatus.TIMEOUT
     assert answer(function, "answer = 1") == 1
 
 
@@ -75,6 +75,7 @@ def test_input_is_at_its_end_and_bytes_are_exact(world: World, command: InContai
     assert world.sh(command.container, "sleep 0.1; wc -c", stdin=bytes(1 << 20)).stdout.strip() == b"1048576"
 
 
+@everywhere
 def test_who_asks_one_that_is_gone_is_told(world: World) -> None:
     container = world.create(LIMITS)
     world.do(container.kill())
@@ -90,6 +91,7 @@ def test_who_asks_one_that_is_gone_is_told(world: World) -> None:
             world.do(asked)  # type: ignore[arg-type]
 
 
+@everywhere
 @pytest.mark.parametrize("how", ["kill", "SIGKILL"])
 def test_who_is_asked_while_it_goes_answers(world: World, how: str) -> None:
     container = world.create(LIMITS)
@@ -114,6 +116,7 @@ def test_who_is_asked_while_it_goes_answers(world: World, how: str) -> None:
     assert descendants(pid) == []
 
 
+@everywhere
 def test_a_key_stands_for_one_command_however_often_and_by_whom_it_is_asked(world: World) -> None:
     container = world.create(LIMITS)
     once = python("import os, time; time.sleep(0.2); open('n', 'a').write('x'); print(os.path.getsize('n'))")
@@ -157,6 +160,7 @@ for path in [f'/proc/{{p}}/mem' for p in os.listdir('/proc') if p.isdigit() and 
     assert answer(command, code) == []
 
 
+@everywhere
 def test_no_mount_or_process_is_left_on_the_host(world: World) -> None:
     mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
     containers = [world.create(LIMITS) for _ in range(4)]

@@ -1,0 +1,1 @@
+"""Models that judge answers by a rubric: prompts, verdicts, rounds of judgements, calibration."""

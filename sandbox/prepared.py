@@ -1,0 +1,171 @@
+"""States that several trajectories begin with: made once, by whoever comes first, and kept as long as the step's logs.
+
+    files, commands --in a sandbox of its own--> snapshot --> every trajectory of the same beginning starts from it
+
+    run_dir/commands/step_000012/prepared/
+      1f2e...lock      held by whoever makes it; the others wait
+      1f2e...state     how that ended: the snapshot, or why there is none
+      9f86d0...        the snapshot itself, where it is large (`blobs.py`)
+
+Who makes it may be killed: nobody had begun with it, and the next one makes it anew. Commands that fail say something
+about the data, the same to all; a platform that fails says nothing, and is asked again. Not here: the trajectories
+(`tenancy.py`).
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rollforward.sandbox.blobs import BlobStore
+from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.command_records import SnapshotRecord, files_digest, spec_digest
+from rollforward.sandbox.config import ContainerConfig
+from rollforward.sandbox.errors import CommandLogWriteError, SandboxFileError
+from rollforward.sandbox.files import read_regular, sync_directory
+from rollforward.sandbox.tenancy import LostError, UnfitFilesError, in_thread
+from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec
+
+_MAX_STATE_BYTES: Final = 1 << 20
+_LOOK_S: Final = 0.05
+_SHOWN_BYTES: Final = 400
+_PLATFORM: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD)
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    """How a preparation ended."""
+
+    record: SnapshotRecord | None
+    problem: str
+
+
+class Preparation:
+    """One beginning of trajectories. One event loop; processes and machines share what was made by the directory."""
+
+    def __init__(
+        self,
+        client: SandboxClient,
+        directory: Path,
+        *,
+        spec: SandboxSpec,
+        files: Mapping[str, bytes],
+        commands: Sequence[Sequence[str]],
+        config: ContainerConfig,
+        sync: bool,
+    ) -> None:
+        """Keep what it is made of; nothing is asked yet.
+
+        Args:
+            client: makes the sandbox.
+            directory: of prepared states, beside the command logs.
+            spec: of the trajectories' sandboxes.
+            files: what is in it before the first command.
+            commands: run one after the other; each must end with exit status 0.
+            config: limits and patience.
+            sync: whether what was made must survive a power cut.
+
+        Raises:
+            ToolError: the file of a tool cannot be read.
+        """
+        self._client, self._directory, self._spec, self._config = client, directory, spec, config
+        self._files, self._commands, self._sync = dict(files), [tuple(words) for words in commands], sync
+        told = json.dumps(self._commands).encode("ascii")
+        self.digest = hashlib.blake2b(spec_digest(spec) + files_digest(files) + told, digest_size=16).digest()
+        """Of what it is made of."""
+
+    async def record(self) -> SnapshotRecord:
+        """The state, made if nobody has.
+
+        Raises:
+            UnfitFilesError: files or commands failed, for everybody.
+            LostError, SandboxError: the platform failed; asked again it may not.
+        """
+        state = await in_thread(self._read)
+        if state is None:
+            async with self._alone():
+                state = await in_thread(self._read) or await self._make()
+        if state.record is None:
+            raise UnfitFilesError(state.problem)
+        return state.record
+
+    async def _make(self) -> _State:
+        sandbox = await self._client.create(f"prepare-{self.digest.hex()[:16]}-{secrets.token_hex(8)}", self._spec)
+        try:
+            record, problem = None, ""
+            try:
+                await sandbox.upload(self._files)
+                problem = await self._run(sandbox)
+                if not problem:
+                    taken = await sandbox.snapshot(max_bytes=self._config.max_snapshot_bytes)
+                    store = BlobStore(self._directory, sync=self._sync)
+                    stored = await in_thread(lambda: store.put(taken.data))
+                    record = SnapshotRecord(taken.kind, taken.image, stored, is_shared=True)
+            except SandboxFileError as error:
+                problem = f"what the sandbox begins with does not fit: {error}"
+            state = _State(record=record, problem=problem)
+            await in_thread(lambda: self._write(state))
+            return state
+        finally:
+            with contextlib.suppress(Exception):  # its lease ends it
+                await sandbox.close()
+
+    async def _run(self, sandbox: Sandbox) -> str:
+        """Runs the commands; why one failed, or nothing."""
+        for number, words in enumerate(self._commands):
+            result = await sandbox.exec(ExecRequest(argv=words), key=f"prepare{number}")
+            if result.status in _PLATFORM:
+                raise LostError(f"preparing the sandbox failed: {result.detail or result.status.value}")
+            if result.status is not ExecStatus.OK:
+                said = (result.stderr or result.stdout)[-_SHOWN_BYTES:].decode("utf-8", "replace").strip()
+                how = result.status.value if result.exit_code is None else f"status {result.exit_code}"
+                return f"prepare: {json.dumps(words)} ended with {how}{f': {said}' if said else ''}"
+        return ""
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncGenerator[None]:
+        """While it is open, nobody else makes it."""
+        path = self._directory / f"{self.digest.hex()}.lock"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                await asyncio.sleep(_LOOK_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _place(self) -> Path:
+        return self._directory / f"{self.digest.hex()}.state"
+
+    def _read(self) -> _State | None:
+        """How it ended; None where nobody has made it, or what was written cannot be read: it is made anew."""
+        try:
+            return msgspec.msgpack.decode(read_regular(self._place(), max_bytes=_MAX_STATE_BYTES), type=_State)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    def _write(self, state: _State) -> None:
+        place = self._place()
+        temporary = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(msgspec.msgpack.encode(state))
+                file.flush()
+                if self._sync:
+                    os.fsync(file.fileno())
+            temporary.replace(place)
+            if self._sync:
+                sync_directory(place.parent)
+        except OSError as error:
+            raise CommandLogWriteError(f"{place}: {error}; make room or look at the device.") from error

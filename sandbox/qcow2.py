@@ -1,0 +1,29 @@
+"""Empty disks of QEMU's format qcow2, which hold a machine's state too. See QEMU's docs/interop/qcow2.txt."""
+
+import struct
+from typing import Final
+
+_MAGIC: Final = 0x5146_49FB
+_HEADER: Final = struct.Struct(">IIQIIQIIQQIIQQQQII")
+_CLUSTER_BITS: Final = 16
+_CLUSTER_BYTES: Final = 1 << _CLUSTER_BITS
+_ENTRIES: Final = _CLUSTER_BYTES // 8
+_REFCOUNT_ORDER: Final = 4
+_USED_CLUSTERS: Final = 4
+"""The header, the table of reference counts, a block of them, and the table of tables of clusters."""
+
+
+def empty_disk(size: int) -> bytes:
+    """The file of a disk of so many bytes that nothing was written to.
+
+    Args:
+        size: a multiple of 512, below 4 TiB.
+    """
+    num_tables = -(-size // (_CLUSTER_BYTES * _ENTRIES))
+    if size % 512 or not 0 < num_tables <= _ENTRIES:
+        raise ValueError(f"a disk of {size} bytes: it must be a multiple of 512, and below 4 TiB")
+    refcounts, block, tables = (number * _CLUSTER_BYTES for number in range(1, _USED_CLUSTERS))
+    fields = (_MAGIC, 3, 0, 0, _CLUSTER_BITS, size, 0, num_tables, tables, refcounts, 1, 0, 0, 0, 0, 0)
+    header = _HEADER.pack(*fields, _REFCOUNT_ORDER, _HEADER.size)
+    clusters = (header, struct.pack(">Q", block), struct.pack(">H", 1) * _USED_CLUSTERS, b"")
+    return b"".join(cluster.ljust(_CLUSTER_BYTES, b"\0") for cluster in clusters)

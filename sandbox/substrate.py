@@ -1,0 +1,92 @@
+"""What a supervisor's pool needs of whatever isolates sandboxes, and the choice among those that there are.
+
+    substrate       isolates by                                                      module
+    container       namespaces, seccomp, control groups; the kernel is the host's    container.py
+    microvm         a virtual machine of few devices, forked from a booted one       microvm.py
+    fullvm          a virtual machine like a PC, with a disk of its own              fullvm.py
+
+Each says in its docstring what it does not isolate. Commands, tools, limits, files, keys, leases and command logs are
+the same whichever it is: `instance.py` has what sandboxes have in common.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.host import HostReport
+from rollforward.sandbox.instance import Instance
+from rollforward.sandbox.types import SandboxSpec
+
+
+class Substrate(Protocol):
+    """Makes sandboxes of one kind. Belongs to one event loop, whose thread must live as long as they shall."""
+
+    async def start(self) -> HostReport:
+        """Make ready what all of them share; what this machine cannot enforce is in the report.
+
+        Raises:
+            SandboxUnavailableError: this machine cannot make them.
+        """
+        ...
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None) -> Instance:
+        """Make one.
+
+        Raises:
+            SandboxUnavailableError: it cannot be made; nothing is left of it.
+            ToolError: a tool of the spec cannot be imported.
+            SandboxFileError: the snapshot is none, or does not fit.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all of them, and what they share."""
+        ...
+
+
+class Substrates:
+    """The substrates of a supervisor by name, as one. The first is started at once, each other one when it is asked
+    for.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Substrate]]) -> None:
+        """Keep how to make each; nothing is made."""
+        self._makers = dict(makers)
+        self._started: dict[str, Substrate] = {}
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    async def start(self) -> HostReport:
+        """See `Substrate`."""
+        return await self._start(next(iter(self._makers)))
+
+    async def create(
+        self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None, saved: bytes | None = None
+    ) -> Instance:
+        """See `Substrate`; `saved` is what `Instance.save` of a machine has returned, for substrates of machines."""
+        if spec.substrate not in self._started:
+            await self._start(spec.substrate)
+        more: dict[str, Any] = {"snapshot": snapshot} if saved is None else {"saved": saved}
+        return await self._started[spec.substrate].create(sandbox_id, spec, **more)
+
+    async def close(self) -> None:
+        """See `Substrate`."""
+        self._is_closed = True
+        async with self._starting:
+            await asyncio.gather(*(substrate.close() for substrate in self._started.values()))
+
+    async def _start(self, name: str) -> HostReport:
+        async with self._starting:
+            if self._is_closed:
+                raise SandboxUnavailableError("sandbox: the substrate is closed; make a new one")
+            if name in self._started:
+                return HostReport()
+            substrate = self._makers[name]()
+            try:
+                report = await substrate.start()
+            except BaseException:
+                await substrate.close()
+                raise
+            self._started[name] = substrate
+            return report

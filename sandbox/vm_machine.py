@@ -1,0 +1,315 @@
+"""One virtual machine, seen from the host: its emulator's launch, its three sockets, its waking, whole-machine
+snapshots.
+
+    agent     commands, calls and files, as of a container (`agent_link.py`)
+    keeper    the guest's first process (`inside/machine.py`): wakes a machine, or makes one that goes on another one
+    monitor   the emulator (`vm_monitor.py`)
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import secrets
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Self
+
+import msgspec
+
+from rollforward.sandbox import cgroups
+from rollforward.sandbox.agent_link import AgentLink
+from rollforward.sandbox.container import SPARE_PROCESSES
+from rollforward.sandbox.errors import SandboxFileError, SandboxGoneError, SandboxUnavailableError
+from rollforward.sandbox.images import host_directories
+from rollforward.sandbox.inside import frames
+from rollforward.sandbox.inside.files import PART_BYTES
+from rollforward.sandbox.instance import Instance
+from rollforward.sandbox.toolset import tool_source
+from rollforward.sandbox.types import SandboxSpec, SnapshotKind
+from rollforward.sandbox.vm import MIB, Given, Layout, guest_bytes
+from rollforward.sandbox.vm_cache import CACHE
+from rollforward.sandbox.vm_monitor import Monitor
+from rollforward.sandbox.vm_state import close_all
+from rollforward.sandbox.warm_template import WarmTemplate
+
+SYSTEM: Final = "system"
+"""Serial of the disk that every machine has."""
+_EMULATOR_BYTES: Final = 192 * MIB
+_EMULATOR_THREADS: Final = 96
+"""It has up to 64 that read and write disks."""
+_SETUP_TIMEOUT_S: Final = 60.0
+_BOOT_S: Final = {"kvm": 20.0, "tcg": 180.0}
+_ENTROPY_BYTES: Final = 64
+_PACE: Final = {"kvm": 2, "tcg": 60}
+"""How many times as long as on the host things take in the guest."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole-machine snapshot."""
+
+    machine: str
+    """Key of its layout: it goes on in no other machine."""
+    spec: str
+    """Stands for limits and tools, which the agent in it has."""
+    data: bytes
+    """The emulator's own."""
+
+
+class Wires:
+    """Three socket pairs of a machine. The emulator's ends are closed at the end of a `with`."""
+
+    def __init__(self) -> None:
+        """Make them."""
+        pairs = [socket.socketpair() for _ in range(3)]
+        (self.agent, self.agent_end), (self.keeper, self.keeper_end), (self.monitor, self.monitor_end) = pairs
+
+    def sockets(self) -> list[tuple[str, int]]:
+        """Name and the emulator's end of each, the ports first, in the order of their numbers."""
+        ends = {"agent": self.agent_end, "keeper": self.keeper_end, "monitor": self.monitor_end}
+        return [(name, end.fileno()) for name, end in ends.items()]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for end in (self.agent_end, self.keeper_end, self.monitor_end):
+            end.close()
+        if kind is not None:
+            self.close()
+
+    def close(self) -> None:
+        """Close this side's ends too."""
+        for end in (self.agent, self.keeper, self.monitor):
+            end.close()
+
+
+class Machine(Instance):
+    """One virtual machine. Made by a substrate's `create`."""
+
+    snapshot_kind = SnapshotKind.MACHINE
+    max_message_bytes = 64 << 20
+    """Twice the output that a command may have: who has taken over the guest's kernel could say anything."""
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        layout: Layout,
+        make_group: Callable[[int, int], cgroups.Group],
+        forget: Any,
+    ) -> None:
+        """Nothing runs yet; see `go_on`.
+
+        Args:
+            sandbox_id: see `Instance`.
+            spec: likewise.
+            layout: which machine.
+            make_group: makes its control group, of so many bytes and processes.
+            forget: see `Instance`.
+        """
+        host_bytes = guest_bytes(spec) + _EMULATOR_BYTES
+        super().__init__(sandbox_id, spec, functools.partial(make_group, host_bytes, _EMULATOR_THREADS), forget)
+        self.layout = layout
+        self.uid = -1
+        self._told_ooms = 0
+        self._keeper: socket.socket | None = None
+        self._monitor: Monitor | None = None
+
+    @abstractmethod
+    async def take(self, monitor: Monitor, max_bytes: int) -> bytes:
+        """The stopped machine as a whole, in the emulator's own form.
+
+        Raises:
+            SandboxFileError: it has more bytes.
+            SandboxUnavailableError: it cannot be taken.
+        """
+        raise NotImplementedError
+
+    async def launch(self, template: WarmTemplate, command: Sequence[str], given: Given) -> None:
+        """Start its emulator.
+
+        Args:
+            template: makes it.
+            command: path and arguments.
+            given: what it is handed; closed by whoever opened it.
+
+        Raises:
+            SandboxUnavailableError: it cannot be made.
+        """
+        groups = self._group.open_procs()
+        handed = {"program": list(command), "keep": len(given.descriptors), "binds": host_directories()}
+        try:
+            self._watch(await template.make({**handed, "uid": self.uid}, [*given.descriptors, *groups]))
+        finally:
+            close_all(groups)
+
+    async def booted(self, keeper: socket.socket) -> None:
+        """Wait until a machine that boots waits to be woken.
+
+        Raises:
+            SandboxUnavailableError: it has not come to that in time.
+        """
+        head = await _heard(keeper, _BOOT_S[self.layout.accelerator])
+        if head.get("kind") != "":
+            raise SandboxUnavailableError(f"sandbox: a machine did not boot: {head.get('error')}")
+
+    async def wake(self, wires: Wires, template: WarmTemplate, codes: list[bytes], snapshot: bytes) -> None:
+        """Make a machine that waits this sandbox's.
+
+        Args:
+            wires: its sockets; taken over.
+            template: for what its emulator has said, where it fails.
+            codes: of the tools.
+            snapshot: files to begin with.
+        """
+        self._keeper, self._monitor = wires.keeper, self._monitor or Monitor(wires.monitor)
+        limits = {**msgspec.to_builtins(self.spec.limits), "is_group_limited": True}
+        told = {"limits": {**limits, "pace": _PACE[self.layout.accelerator]}, "tools": list(self._tools)}
+        try:
+            for message in self._waking(snapshot):
+                await _tell(wires.keeper, message)
+            await self._greet(wires.agent, [(told, codes)], _SETUP_TIMEOUT_S)
+        except (SandboxGoneError, TimeoutError, OSError):
+            raise SandboxUnavailableError(f"sandbox: a machine did not come up: {template.said()}") from None
+
+    async def rejoin(self, wires: Wires, template: WarmTemplate) -> None:
+        """Take over a machine that goes on where it was saved; arguments as of `wake`."""
+        self._keeper, self._monitor = wires.keeper, self._monitor or Monitor(wires.monitor)
+        self._link = await AgentLink.open(wires.agent, self._signal, max_bytes=self.max_message_bytes)
+        self._link.hello.cancel()  # its agent has said that long ago
+        try:
+            self._told_ooms = self._ooms = await self._renew(wires.keeper)
+        except OSError:
+            raise SandboxUnavailableError(f"sandbox: a saved machine did not go on: {template.said()}") from None
+
+    async def save(self, *, max_bytes: int) -> bytes:
+        """The whole machine: memory, processors, disk. It stands still meanwhile, and goes on.
+
+        Raises:
+            SandboxFileError: it has more bytes.
+            SandboxGoneError: it is gone.
+            SandboxUnavailableError: the emulator cannot.
+        """
+        self._asked()
+        assert self._monitor is not None
+        await self._monitor.ask("stop")
+        try:
+            data = await self.take(self._monitor, max_bytes)
+        finally:
+            with contextlib.suppress(SandboxUnavailableError):
+                await self._monitor.ask("cont")
+        return msgspec.msgpack.encode(Saved(machine=self.layout.key(), spec=spec_key(self.spec), data=data))
+
+    async def pause(self) -> None:
+        """See `Instance`; its clock stands still too."""
+        self._asked()
+        assert self._monitor is not None
+        await self._monitor.ask("stop")
+
+    async def resume(self) -> None:
+        """See `Instance`."""
+        if self._monitor is not None and self._keeper is not None and not self.died.done():
+            with contextlib.suppress(OSError, SandboxUnavailableError):  # it is gone, which the next question finds out
+                await self._monitor.ask("cont")
+                await self._renew(self._keeper)
+
+    async def kill(self) -> None:
+        """See `Instance`."""
+        await super().kill()
+        if self._keeper is not None and self._monitor is not None:
+            self._keeper.close()
+            self._monitor.close()
+
+    async def _renew(self, keeper: socket.socket) -> int:
+        """Give it new random numbers and the time; processes that its kernel has killed for memory so far."""
+        await _tell(keeper, frames.pack({"op": "renew", **_newness()}))
+        count = (await _heard(keeper, _SETUP_TIMEOUT_S)).get("ooms")
+        return count if type(count) is int else 0
+
+    def _waking(self, snapshot: bytes) -> Iterator[bytes]:
+        limits = self.spec.limits
+        parts = [snapshot[start : start + PART_BYTES] for start in range(0, len(snapshot), PART_BYTES)]
+        layers = [disk.serial for disk in reversed(self.layout.disks) if disk.serial != SYSTEM]
+        wake = {
+            "image": layers or [SYSTEM],
+            "disk_bytes": limits.disk_bytes,
+            "files": limits.files,
+            "memory_bytes": limits.memory_bytes + limits.disk_bytes,
+            "processes": limits.processes + SPARE_PROCESSES,
+            "snapshot_parts": len(parts),
+        }
+        yield frames.pack({"op": "wake", **_newness(), **wake})
+        for part in parts:
+            yield frames.pack({}, part)
+
+    def _oom_kills(self) -> int:
+        """Those that the guest's kernel tells of, and its emulator's own."""
+        last = self._link.last_words if self._link is not None else ""
+        if last.isdecimal() and len(last) < 10:
+            self._told_ooms = max(self._told_ooms, int(last))
+        return self._told_ooms + super()._oom_kills()
+
+    def _hear_ooms(self, head: frames.Head) -> None:
+        if type(count := head.get("ooms")) is int:
+            self._told_ooms = max(self._told_ooms, count)
+
+
+def saved_data(saved: bytes, spec: SandboxSpec, layout: Layout) -> bytes:
+    """What `Machine.take` gave, of a snapshot that may go on as this sandbox.
+
+    Raises:
+        SandboxFileError: it is none, or one of another machine or spec.
+    """
+    try:
+        found = msgspec.msgpack.decode(saved, type=Saved)
+    except msgspec.MsgspecError as error:
+        raise SandboxFileError(f"sandbox: the snapshot is none of a machine: {error}") from None
+    if found.spec != spec_key(spec):
+        raise SandboxFileError("sandbox: the snapshot's machine has other limits or tools. Ask for the same spec")
+    if found.machine != layout.key():
+        raise SandboxFileError(
+            "sandbox: the snapshot goes on only in the machine that it was taken of, and QEMU, its accelerator, kernel"
+            f" or system disk are others here. Have the same QEMU, and the same files in {CACHE}"
+        )
+    return found.data
+
+
+def spec_key(spec: SandboxSpec) -> str:
+    """Stands for what an agent is told of a spec: of a tool its text, wherever its file lies."""
+    tools = [(msgspec.structs.replace(tool, file=None), tool_source(tool)) for tool in spec.tools]
+    return hashlib.blake2b(msgspec.json.encode((spec.limits, tools)), digest_size=16).hexdigest()
+
+
+def _newness() -> dict[str, Any]:
+    return {"entropy": secrets.token_hex(_ENTROPY_BYTES), "unix_ns": time.time_ns()}
+
+
+async def _tell(keeper: socket.socket, message: bytes) -> None:
+    keeper.setblocking(False)
+    async with asyncio.timeout(_SETUP_TIMEOUT_S):
+        await asyncio.get_running_loop().sock_sendall(keeper, message)
+
+
+async def _heard(keeper: socket.socket, within_s: float) -> frames.Head:
+    """The next short message of the guest's first process.
+
+    Raises:
+        SandboxUnavailableError: none comes in time, or what comes is none.
+    """
+    keeper.setblocking(False)
+    loop, data = asyncio.get_running_loop(), b""
+    try:
+        async with asyncio.timeout(within_s):
+            while len(data) < frames.LENGTH.size or len(data) < frames.LENGTH.size + frames.LENGTH.unpack_from(data)[0]:
+                chunk = await loop.sock_recv(keeper, 1 << 12)
+                if not chunk or len(data) > 1 << 16:
+                    raise EOFError
+                data += chunk
+        return frames.unpack(data[frames.LENGTH.size :])[0]
+    except TimeoutError:
+        raise SandboxUnavailableError(f"sandbox: a machine did not answer within {within_s:g} s") from None
+    except (EOFError, OSError, ValueError):
+        raise SandboxUnavailableError("sandbox: a machine ended before it answered") from None

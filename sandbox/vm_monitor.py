@@ -1,0 +1,143 @@
+"""An emulator's control socket (QMP): questions and answers, and files that are handed over."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from rollforward.sandbox.errors import SandboxUnavailableError
+
+_LOOK_S: Final = 0.005
+_ANSWER_S: Final = 60.0
+_LONG_S: Final = 300.0
+_MAX_LINE_BYTES: Final = 1 << 20
+
+
+class Monitor:
+    """One end of the socket. Belongs to an event loop; one question at a time."""
+
+    def __init__(self, control: socket.socket) -> None:
+        """Take the socket over."""
+        control.setblocking(False)
+        self._control = control
+        self._heard = b""
+        self._asking = asyncio.Lock()
+        self._is_greeted = False
+        self._num_jobs = self._num_questions = 0
+
+    async def ask(self, command: str, *, file: int = -1, **arguments: Any) -> Any:
+        """Ask, and return the answer.
+
+        Args:
+            command: of QMP, such as "query-status".
+            file: a descriptor that goes with it; -1: none.
+            arguments: its arguments, with "_" for "-".
+
+        Raises:
+            SandboxUnavailableError: the emulator refused it, or is gone.
+        """
+        async with self._asking:
+            if not self._is_greeted:
+                self._is_greeted = True
+                await self._line()
+                await self._exchange({"execute": "qmp_capabilities"}, -1)
+            named = {name.replace("_", "-"): value for name, value in arguments.items()}
+            return await self._exchange({"execute": command, "arguments": named}, file)
+
+    async def ignore_shared_memory(self) -> None:
+        """States hold no memory that lies in a file that others share: see `vm.py`."""
+        capability = {"capability": "x-ignore-shared", "state": True}
+        await self.ask("migrate-set-capabilities", capabilities=[capability])
+
+    async def migrate(self, file: int) -> None:
+        """Write the state of a stopped machine to a file.
+
+        Raises:
+            SandboxUnavailableError: it cannot be written.
+        """
+        await self.ask("getfd", file=file, fdname="state")
+        await self.ask("migrate", uri="fd:state")
+        async with _bounded():
+            await self._wait_for_migration()
+
+    async def _wait_for_migration(self) -> None:
+        while (state := await self.ask("query-migrate")).get("status") != "completed":
+            if state.get("status") in ("failed", "cancelled"):
+                raise SandboxUnavailableError(
+                    f"sandbox: saving a machine failed: {state.get('error-desc', 'no reason')}"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    async def job(self, command: str, **arguments: Any) -> None:
+        """Have something done that takes a while; arguments as of `ask`.
+
+        Raises:
+            SandboxUnavailableError: it failed.
+        """
+        self._num_jobs += 1
+        name = f"job{self._num_jobs}"
+        await self.ask(command, job_id=name, **arguments)
+        async with _bounded():
+            while (job := await self._job(name))["status"] != "concluded":
+                await asyncio.sleep(_LOOK_S)
+        await self.ask("job-dismiss", id=name)
+        if "error" in job:
+            raise SandboxUnavailableError(f"sandbox: {command}: {job['error']}")
+
+    async def wait_until_loaded(self) -> None:
+        """Wait until a machine has taken up the state that it was started with."""
+        async with _bounded():
+            while (await self.ask("query-status"))["status"] == "inmigrate":
+                await asyncio.sleep(_LOOK_S)
+
+    async def _job(self, name: str) -> dict[str, Any]:
+        (job,) = [job for job in await self.ask("query-jobs") if job["id"] == name]
+        return job
+
+    def close(self) -> None:
+        """Let the socket go."""
+        self._control.close()
+
+    async def _exchange(self, question: dict[str, Any], file: int) -> Any:
+        self._num_questions += 1
+        question = {**question, "id": self._num_questions}
+        data = json.dumps(question).encode()
+        try:
+            if file >= 0:
+                socket.send_fds(self._control, [data], [file])
+            else:
+                await asyncio.get_running_loop().sock_sendall(self._control, data)
+            async with asyncio.timeout(_ANSWER_S):
+                # Between them are events, and answers to questions whose asker has gone away.
+                while (answer := json.loads(await self._line())).get("id") != question["id"]:
+                    pass
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise SandboxUnavailableError(f"sandbox: an emulator does not answer: {error}") from None
+        if "return" not in answer:
+            raise SandboxUnavailableError(f"sandbox: {question['execute']}: {answer.get('error', {}).get('desc')}")
+        return answer["return"]
+
+    async def _line(self) -> bytes:
+        while b"\n" not in self._heard:
+            chunk = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)
+            if not chunk or len(self._heard) > _MAX_LINE_BYTES:
+                raise OSError("it is gone")
+            self._heard += chunk
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
+
+
+@contextlib.asynccontextmanager
+async def _bounded() -> AsyncGenerator[None]:
+    """For what writes or reads all of a machine.
+
+    Raises:
+        SandboxUnavailableError: it took too long.
+    """
+    try:
+        async with asyncio.timeout(_LONG_S):
+            yield
+    except TimeoutError:
+        raise SandboxUnavailableError(f"sandbox: an emulator has not done its work within {_LONG_S:g} s") from None

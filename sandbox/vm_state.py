@@ -1,0 +1,152 @@
+"""States of virtual machines: memory and devices of one that waits to be woken, in files that nobody can change.
+
+In a supervisor both are sealed files without a name: an emulator maps the memory privately, whoever it is, and can
+write neither. In the user's cache the memory is kept without its empty pages.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
+from rollforward.sandbox.inside import system
+
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_PAGE_BYTES: Final = 4096
+_CHUNK_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 26
+_EMPTY: Final = bytes(_PAGE_BYTES)
+
+
+class State(NamedTuple):
+    """A machine that waits to be woken. The descriptors are its holder's to close (`close_all`)."""
+
+    memory: int
+    """Descriptor of a sealed file with its memory."""
+    devices: int
+    """Descriptor of a sealed file with everything else."""
+
+
+def memory_file(size: int) -> int:
+    """A descriptor of a file without a name that can be sealed."""
+    descriptor = os.memfd_create("machine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def seal(descriptor: int) -> None:
+    """Let nobody change a file any more."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def again(descriptor: int) -> int:
+    """Another opening of a file, to read from its beginning."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close them."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def file_of(data: bytes) -> int:
+    """A descriptor of a file without a name that holds these bytes, to be read from its beginning."""
+    descriptor = memory_file(0)
+    system.write_all(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def content(descriptor: int, max_bytes: int) -> bytes:
+    """All that a file holds.
+
+    Raises:
+        SandboxFileError: it is more.
+    """
+    size = os.fstat(descriptor).st_size
+    if size > max_bytes:
+        raise SandboxFileError(f"sandbox: the machine has {size} bytes, more than {max_bytes}")
+    parts = [os.pread(descriptor, _READ_BYTES, start) for start in range(0, size, _READ_BYTES)]
+    return b"".join(parts)
+
+
+def last_line(console: int) -> str:
+    """What a machine's console has said last."""
+    size = os.fstat(console).st_size
+    data = os.pread(console, _PAGE_BYTES, max(size - _PAGE_BYTES, 0)).decode("utf-8", "replace")
+    return next((line.strip() for line in reversed(data.splitlines()) if line.strip()), "")
+
+
+def copy(memory: int, size: int) -> int:
+    """A descriptor of a copy of a machine's memory that can be written."""
+    descriptor = memory_file(size)
+    for start, data in _runs(memory):
+        os.pwrite(descriptor, data, start)
+    return descriptor
+
+
+def keep(state: State, home: Path) -> None:
+    """Write a state into a directory.
+
+    Raises:
+        OSError: there is no room.
+    """
+    runs: list[tuple[int, int]] = []
+    with (home / "memory").open("wb") as out:
+        for start, data in _runs(state.memory):
+            runs.append((start, len(data)))
+            out.write(data)
+    (home / "runs").write_text(json.dumps(runs), encoding="utf-8")
+    size = os.fstat(state.devices).st_size
+    (home / "devices").write_bytes(os.pread(state.devices, size, 0))
+
+
+def load(home: Path, memory_bytes: int) -> State:
+    """A state that `keep` has written, of a machine with so much memory.
+
+    Raises:
+        SandboxUnavailableError: it cannot be read.
+    """
+    state = State(memory_file(memory_bytes), memory_file(0))
+    try:
+        with (home / "memory").open("rb") as kept:
+            for start, size in json.loads((home / "runs").read_text(encoding="utf-8")):
+                os.lseek(state.memory, start, os.SEEK_SET)
+                system.write_all(state.memory, kept.read(size))
+        system.write_all(state.devices, (home / "devices").read_bytes())
+    except (OSError, ValueError) as error:
+        close_all(state)
+        raise SandboxUnavailableError(f"sandbox: a kept machine in {home} cannot be read: {error}. Remove it") from None
+    seal(state.memory)
+    seal(state.devices)
+    return state
+
+
+def _runs(memory: int) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of what is not empty, in order; runs are as long as a chunk at most."""
+    end, here = os.fstat(memory).st_size, 0
+    while here < end:
+        try:
+            here = os.lseek(memory, here, os.SEEK_DATA)
+        except OSError:
+            return  # nothing but a hole is left
+        stop = os.lseek(memory, here, os.SEEK_HOLE)
+        while here < stop:
+            data = os.pread(memory, min(_CHUNK_BYTES, stop - here), here)
+            yield from _full_pages(here, data)
+            here += len(data)
+
+
+def _full_pages(start: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    begin = -1
+    for offset in range(0, len(data) + _PAGE_BYTES, _PAGE_BYTES):
+        is_empty = offset >= len(data) or data[offset : offset + _PAGE_BYTES] == _EMPTY
+        if not is_empty and begin < 0:
+            begin = offset
+        elif is_empty and begin >= 0:
+            yield start + begin, data[begin:offset]
+            begin = -1

@@ -1,0 +1,240 @@
+"""What both substrates of virtual machines do: keep a template of emulators, boot or load states, make machines of
+them.
+"""
+
+import asyncio
+import functools
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rollforward.sandbox import cgroups, vm, vm_cache, vm_image, vm_kernel
+from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.host import HostReport, probe
+from rollforward.sandbox.images import Images
+from rollforward.sandbox.instance import tool_code
+from rollforward.sandbox.types import SandboxSpec
+from rollforward.sandbox.vm import Disk, Layout
+from rollforward.sandbox.vm_machine import SYSTEM, Machine, saved_data
+from rollforward.sandbox.warm_template import USERS, WarmTemplate
+
+MachineT = TypeVar("MachineT", bound=Machine)
+StateT = TypeVar("StateT")
+
+
+class MachineSubstrate(Generic[MachineT, StateT]):
+    """Makes virtual machines. Belongs to one event loop, whose thread must live as long as they shall.
+
+    Args:
+        images: what they can be made of.
+        label: part of the names of control groups.
+        max_sandboxes: at one time.
+    """
+
+    kind = ""
+    """Names what it keeps in the user's cache."""
+
+    def __init__(self, images: Images, *, label: str, max_sandboxes: int) -> None:
+        self._images = images
+        self._label = cgroups.check_label(label)
+        if not 0 < max_sandboxes < USERS:
+            raise ValueError(f"max_sandboxes is {max_sandboxes}; it must be 1 to {USERS - 1}")
+        self._hierarchies = cgroups.find()
+        first = vm.FIRST_MACHINE_USER
+        self._users = list(range(first + max_sandboxes, first, -1))
+        self._template: WarmTemplate | None = None
+        self._boot: vm_image.Boot | None = None
+        self._program = ""
+        self._states: dict[Layout, StateT] = {}
+        self._starting = asyncio.Lock()
+        self._booting = asyncio.Lock()
+        self._machines: dict[str, MachineT] = {}
+        self._accelerators = vm.accelerators()
+        self._number = 0
+        self._is_closed = False
+
+    async def start(self) -> HostReport:
+        """See `Substrate`."""
+        self._program = vm.find_qemu()
+        self._boot = await asyncio.to_thread(lambda: vm_image.build(vm_kernel.find_kernel()))
+        await self._warm()
+        return probe(self._hierarchies)
+
+    async def create(
+        self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None, saved: bytes | None = None
+    ) -> MachineT:
+        """See `Substrate`.
+
+        Args:
+            sandbox_id: see `Substrate`.
+            spec: likewise.
+            snapshot: likewise.
+            saved: a whole machine to go on with, which `Machine.save` gave.
+        """
+        codes = [tool_code(tool) for tool in spec.tools]
+        if sandbox_id in self._machines:
+            raise ValueError(f"there is a machine {sandbox_id!r}; kill it first")
+        template = await self._warm()
+        layout, state = await self._state(template, spec)
+        data = None if saved is None else saved_data(saved, spec, layout)
+        machine = self.make(sandbox_id, spec, layout)
+        machine.platform = f"{spec.substrate} ({layout.accelerator})"
+        try:
+            if data is None:
+                await self.begin(machine, template, state, codes, snapshot or b"")
+            else:
+                await self.go_on(machine, template, data)
+        except BaseException:
+            await machine.kill()
+            raise
+        return machine
+
+    async def close(self) -> None:
+        """See `Substrate`."""
+        self._is_closed = True
+        await asyncio.gather(*(machine.kill() for machine in list(self._machines.values())))
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+        for state in self._states.values():
+            self.release(state)
+        self._states.clear()
+
+    @abstractmethod
+    def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
+        """Which machine a sandbox is. May take a while."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def new(self, sandbox_id: str, spec: SandboxSpec, layout: Layout, make_group: object, forget: object) -> MachineT:
+        """A machine that nothing runs of yet; arguments as of `Machine`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def boot(self, machine: MachineT, template: WarmTemplate, boot: vm_image.Boot) -> StateT:
+        """The state of a machine that has booted and waits; the machine is killed afterwards.
+
+        Raises:
+            SandboxUnavailableError: it does not come to that.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def keep(self, state: StateT, home: Path) -> None:
+        """Write a state into a directory."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def load(self, home: Path, layout: Layout) -> StateT:
+        """A state that was kept."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def release(self, state: StateT) -> None:
+        """Let a state go."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def begin(
+        self, machine: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes], snapshot: bytes
+    ) -> None:
+        """Start a machine from a state, and wake it."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def go_on(self, machine: MachineT, template: WarmTemplate, data: bytes) -> None:
+        """Start a machine from what `Machine.take` gave, and take it over."""
+        raise NotImplementedError
+
+    def disks(self, image: str) -> tuple[Disk, ...]:
+        """A machine's disks that it cannot write: the system's, and an image's layers, the lowest first."""
+        assert self._boot is not None
+        layers = enumerate(self._images.layers(image))
+        store = self._images.store
+        found = [Disk(f"layer{n}", str(store.layer_file(layer)), layer.digest) for n, layer in layers]
+        return (Disk(SYSTEM, str(self._boot.system), self._boot.system_digest), *found)
+
+    @property
+    def booted_with(self) -> vm_image.Boot:
+        """Kernel and initial file system; there once it is started."""
+        assert self._boot is not None
+        return self._boot
+
+    @property
+    def program(self) -> str:
+        """Path of the emulator; there once it is started."""
+        return self._program
+
+    async def _warm(self) -> WarmTemplate:
+        async with self._starting:
+            if self._is_closed:
+                raise SandboxUnavailableError("sandbox: the substrate is closed; make a new one")
+            if self._template is not None and self._template.died.done():
+                self._template.close()
+                self._template = None
+            if self._template is None:
+                more = ("--dev-bind", "/dev/kvm", "/dev/kvm") if "kvm" in self._accelerators else ()
+                template = WarmTemplate(self._images, first_user=vm.FIRST_MACHINE_USER, more=more)
+                try:
+                    await template.wait()
+                except BaseException:
+                    template.close()
+                    raise
+                self._template = template
+            return self._template
+
+    def make(self, sandbox_id: str, spec: SandboxSpec, layout: Layout) -> MachineT:
+        """A machine with a user and a control group, that nothing runs of yet; it is in the substrate's care.
+
+        Raises:
+            SandboxUnavailableError: there is no room for it.
+        """
+        if not self._users:
+            raise SandboxUnavailableError("sandbox: there is no room for another machine; kill one first")
+        uid = self._users.pop()
+
+        def forget(machine: Machine) -> None:
+            if self._machines.pop(machine.id, None) is not None:
+                self._users.append(uid)
+
+        make_group: Callable[[int, int], cgroups.Group] = functools.partial(
+            cgroups.Group, self._hierarchies, self._label, sandbox_id
+        )
+        try:
+            machine = self.new(sandbox_id, spec, layout, make_group, forget)
+        except BaseException:
+            self._users.append(uid)
+            raise
+        machine.uid = uid
+        self._machines[sandbox_id] = machine
+        return machine
+
+    async def _state(self, template: WarmTemplate, spec: SandboxSpec) -> tuple[Layout, StateT]:
+        """The state that machines of a spec go on from, made if there is none yet."""
+        async with self._booting:
+            while True:
+                layout = await asyncio.to_thread(self.layout, spec, self._accelerators[0])
+                if layout in self._states:
+                    return layout, self._states[layout]
+                try:
+                    self._states[layout] = await self._kept(template, layout, spec)
+                except SandboxUnavailableError:
+                    if len(self._accelerators) == 1:
+                        raise
+                    self._accelerators = self._accelerators[1:]  # it is there and does not work: it never does
+
+    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> StateT:
+        """The state of this user's cache, booted if there is none."""
+        assert self._boot is not None
+        key = layout.key()
+        if (home := await asyncio.to_thread(vm_cache.found, self.kind, key)) is not None:
+            return await asyncio.to_thread(self.load, home, layout)
+        self._number += 1
+        machine = self.make(f"boot-{self._number}", spec, layout)
+        try:
+            state = await self.boot(machine, template, self._boot)
+        finally:
+            await machine.kill()
+        await asyncio.to_thread(vm_cache.prepared, self.kind, key, lambda scratch: self.keep(state, scratch))
+        return state

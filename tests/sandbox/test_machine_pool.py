@@ -1,0 +1,77 @@
+"""Proves: machines are had through a supervisor as containers are: keys, warm ones, what isolates them, closing; and
+when it is killed none is left.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollforward.sandbox.client import SandboxClient
+from rollforward.sandbox.config import Limits
+from rollforward.sandbox.errors import SandboxGoneError
+from rollforward.sandbox.launch import LocalTransport
+from rollforward.sandbox.types import ExecStatus, SandboxSpec
+from tests.helpers.machines import need_machines
+from tests.helpers.supervisors import Stage, command, config, settled, sh
+
+pytestmark = pytest.mark.timeout(400)
+SPEC = SandboxSpec(substrate="microvm", limits=Limits(memory_bytes=64 << 20, disk_bytes=4 << 20))
+CONFIG = config(warm=1, create_timeout_s=300.0)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    need_machines()
+    made = Stage(tmp_path, monkeypatch)
+    yield made
+    made.end()
+
+
+def test_machines_are_had_as_containers_are(stage: Stage) -> None:
+    async def go() -> None:
+        async with SandboxClient([LocalTransport(stage.name, CONFIG)], CONFIG, owner="test") as client:
+            first = await client.create("one", SPEC)
+            beside = await client.create("two", SandboxSpec())
+            once = [await sh(first, "echo x >> n; wc -l < n", key="k") for _ in range(2)]
+            assert [result.stdout for result in once] == [b"1\n"] * 2
+            assert {info.sandbox_id: info.platform.split()[0] for info in await client.list()} == {
+                "one": "microvm",
+                "two": "container",
+            }
+            while not (await client.stats()).warm:
+                await asyncio.sleep(0.05)
+            await first.close()
+            await beside.close()
+            again = await client.create("three", SPEC)
+            assert (await sh(again, "ls")).stdout == b""
+            assert (await client.stats()).warm_hits >= 1
+            with pytest.raises(SandboxGoneError):
+                await sh(first, "true")
+            stage.look()
+            await again.close()
+            assert (await settled(client)).held == 0
+
+    asyncio.run(go())
+
+
+def test_no_emulator_outlives_a_supervisor_and_guard_that_are_killed(stage: Stage) -> None:
+    async def go() -> None:
+        async with SandboxClient([LocalTransport(stage.name, CONFIG)], CONFIG, owner="test") as client:
+            sandbox = await client.create("one", SPEC)
+            assert (await sh(sandbox, "true")).status == ExecStatus.OK
+            seen = stage.look()
+            assert any("qemu" in command(pid) for pid in seen)
+            guard, supervisor = stage.guard(), stage.supervisor()
+            assert guard is not None
+            for pid in (guard, supervisor):
+                os.kill(pid, signal.SIGKILL)
+            await stage.up()
+            await asyncio.sleep(0.1)
+            left = [command(pid) for pid in seen if "qemu" in command(pid)]
+            assert left == []
+
+    asyncio.run(go())
