@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STREAMS, PLACES, SPLITS = 4, 32, 16
-"""As in `mix_tile`: a token's streams, the places of its mixing numbers, and the slices of a projection."""
+STREAMS, PLACES = 4, 32
+"""As in `mix_tile`: a token's streams, and the places of its mixing numbers."""
 
 PRE, POST, COMB = slice(0, 4), slice(4, 8), slice(8, 24)
 """Places of the mixing numbers and of the weights made of them."""
