@@ -175,9 +175,9 @@ has used for unused_days, and what killed processes left.
   json=false              true prints the last line alone""",
     "kernels": """rollforward kernels warm model=NAME [teacher=NAME] [jobs=N]: compile a model's GPU programs once
 
-NAME is flash, pro, mini or tiny. Needs the extra `tile` and no GPU: the programs are for sm_90a. They lie in
-$ROLLFORWARD_KERNEL_CACHE, or rollforward/kernels of the user's cache, which processes and machines may share; a run
-compiles nothing.
+NAME is flash, pro, mini, tiny or a model directory. Needs the extra `tile` and no GPU: the programs are for sm_90a.
+They lie in $ROLLFORWARD_KERNEL_CACHE, or rollforward/kernels of the user's cache, which processes and machines may
+share; a run compiles nothing.
   teacher=NAME            whose teacher's width differs: the model that is distilled from
   jobs=N                  programs compiled at the same time; null: as many as there are processors""",
     "judge": """rollforward judge report DIR [json=true]: how good the judges of a run are

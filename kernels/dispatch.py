@@ -128,7 +128,7 @@ def bind(wanted: Program) -> Callable[..., None]:
     if not path.is_file():
         raise ProgramMissingError(
             f"kernels: {wanted} is not among the compiled programs in {path.parent}. Compile the model's programs once:"
-            " rollforward kernels warm model=flash. Nothing is compiled while a model runs."
+            " rollforward kernels warm model=NAME. Nothing is compiled while a model runs."
         )
     return _load(path)[f"{wanted.function}_kernel"]
 

@@ -6,7 +6,7 @@ Here: which programs, from a model's sizes. Not here: compiling and where they l
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from pathlib import Path
 
 from rollforward.conf import console
 from rollforward.conf.errors import UsageError
@@ -14,23 +14,29 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.quant import mxfp4_sweep
-from rollforward.model.config import preset
-from rollforward.model.presets import PRESETS, PresetName
+from rollforward.model.checkpoint_headers import load_checkpoint_config
+from rollforward.model.config import ModelConfig, preset
+from rollforward.model.presets import PRESETS
 
-_SIZES: dict[str, dict[str, Any]] = {**PRESETS}
-_RULE = "it takes: warm model=NAME [teacher=NAME] [jobs=N], NAME being one of"
+_RULE = "it takes: warm model=NAME [teacher=NAME] [jobs=N], NAME being a model directory or one of"
 
 
-def programs(model: str, teacher: str) -> list[dispatch.Program]:
-    """Return every program that a preset runs, with a teacher that is another."""
-    sizes = _SIZES[model]
-    width, inner = sizes["hidden_size"], sizes["moe_intermediate_size"]
-    wanted = vocab_sweep.programs(sizes["vocab_size"], width, _SIZES[teacher]["hidden_size"])
+def programs(model: ModelConfig, teacher: ModelConfig) -> list[dispatch.Program]:
+    """Return every program that a model runs, with a teacher that may be another."""
+    width, inner = model.hidden_size, model.moe_intermediate_size
+    wanted = vocab_sweep.programs(model.vocab_size, width, teacher.hidden_size)
     if mix_sweep.takes(width):
-        wanted += mix_sweep.programs(width, preset(cast("PresetName", model)).hc_sinkhorn_iters)
+        wanted += mix_sweep.programs(width, model.hc_sinkhorn_iters)
     if mxfp4_sweep.takes(inner, width):
         wanted += [*mxfp4_sweep.programs(inner, width), *mxfp4_sweep.programs(width, inner)]
     return wanted
+
+
+def _config(name: str) -> ModelConfig | None:
+    """The sizes of a preset or of a model directory; None where the name is neither."""
+    if name in PRESETS:
+        return preset(name)
+    return load_checkpoint_config(Path(name)) if (Path(name) / "config.json").is_file() else None
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,17 +47,18 @@ def main(words: Sequence[str]) -> int:
 
     Raises:
         UsageError: other words.
+        ConfigError: a model directory whose configuration is refused.
     """
     settings = dict(word.split("=", 1) for word in words[1:] if "=" in word)
     model = settings.pop("model", "")
-    teacher = settings.pop("teacher", model)
+    config, teacher = _config(model), _config(settings.pop("teacher", model))
     jobs = settings.pop("jobs", str(os.cpu_count() or 1))
-    known = {model, teacher} <= set(_SIZES) and jobs.isdecimal() and int(jobs) > 0
-    if words[:1] != ["warm"] or settings or not known or any("=" not in word for word in words[1:]):
+    is_understood = not settings and jobs.isdecimal() and int(jobs) > 0 and all("=" in word for word in words[1:])
+    if words[:1] != ["warm"] or config is None or teacher is None or not is_understood:
         given = " ".join(words) or "nothing"
-        raise UsageError(f"kernels is followed by {given}; {_RULE} {', '.join(_SIZES)}.")
+        raise UsageError(f"kernels is followed by {given}; {_RULE} {', '.join(PRESETS)}.")
     start_s = time.monotonic()
-    compiled, kept = dispatch.warm(programs(model, teacher), jobs=int(jobs))
+    compiled, kept = dispatch.warm(programs(config, teacher), jobs=int(jobs))
     seconds = time.monotonic() - start_s
     console.result(f"{compiled} programs compiled in {seconds:.0f} s, {kept} there: {dispatch.cache_directory()}")
     return 0

@@ -1,8 +1,13 @@
 """Proves: `rollforward kernels warm` knows each model's programs, and says what it does not take."""
 
+import json
+
+import msgspec
 import pytest
 
 from rollforward.conf.errors import UsageError
+from rollforward.kernels import dispatch
+from rollforward.model.config import config_json, preset
 from rollforward.model.kernels_verb import main, programs
 from rollforward.model.presets import PRESETS
 
@@ -10,7 +15,7 @@ from rollforward.model.presets import PRESETS
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_model_has_programs_of_its_sizes(model):
     width, inner = PRESETS[model]["hidden_size"], PRESETS[model]["moe_intermediate_size"]
-    wanted = programs(model, "flash")
+    wanted = programs(preset(model), preset("flash"))
     for one in wanted:
         constants = dict(one.constants)
         assert constants.get("V", PRESETS[model]["vocab_size"]) == PRESETS[model]["vocab_size"]
@@ -28,3 +33,13 @@ def test_every_model_has_programs_of_its_sizes(model):
 def test_other_words_are_refused(words):
     with pytest.raises(UsageError, match=r"kernels is followed by .*; it takes: warm model="):
         main(words)
+
+
+def test_a_model_directory_has_programs_of_its_own_vocabulary(tmp_path, monkeypatch):
+    config = msgspec.structs.replace(preset("mini"), vocab_size=777)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(config)))
+    asked = []
+    monkeypatch.setattr(dispatch, "warm", lambda wanted, jobs: (asked.extend(wanted), (len(asked), 0))[1])
+    assert main(["warm", f"model={tmp_path}", "teacher=flash", "jobs=1"]) == 0
+    assert {dict(one.constants)["V"] for one in asked if one.module == "loss.vocab_tile"} == {777}
+    assert {dict(one.constants)["D"] for one in asked if one.function == "logits"} == {1024, 4096}
