@@ -80,6 +80,25 @@ class FullVm(Machine):
         await asyncio.to_thread(copy_file, state, self._disk)
         await self.wake(await self._load(template), template, codes, snapshot)
 
+    async def prepare(self, template: WarmTemplate, state: int, codes: list[bytes]) -> int:
+        """Be a sandbox that begins with a state, until it waits for its first command; the state that it is in then.
+
+        Raises:
+            SandboxUnavailableError: it does not come to that, or would not be as new.
+        """
+        await self.begin(template, state, codes, b"")
+        await self.rehearse()
+        assert self._monitor is not None
+        await self._monitor.job("snapshot-delete", tag=_TAG, devices=[_PRIVATE])
+        await self._save(self._monitor)
+        return os.dup(self._disk)
+
+    async def fork(self, template: WarmTemplate, state: int) -> None:
+        """Be a sandbox that goes on from what `prepare` has made. Called once, by the substrate."""
+        self._disk = nameless_file()
+        await asyncio.to_thread(copy_file, state, self._disk)
+        await self.rejoin(await self._load(template), template)
+
     async def go_on(self, template: WarmTemplate, data: bytes) -> None:
         """Be a sandbox that goes on. Called once, by the substrate."""
         self._disk = nameless_file()
@@ -177,6 +196,18 @@ class FullVmSubstrate(MachineSubstrate[FullVm, int]):
     ) -> None:
         """See `MachineSubstrate`."""
         await machine.begin(template, state, codes, snapshot)
+
+    async def prepare(self, machine: FullVm, template: WarmTemplate, state: int, codes: list[bytes]) -> int:
+        """See `MachineSubstrate`."""
+        return await machine.prepare(template, state, codes)
+
+    async def fork(self, machine: FullVm, template: WarmTemplate, state: int) -> None:
+        """See `MachineSubstrate`."""
+        await machine.fork(template, state)
+
+    def share(self, state: int) -> int:
+        """See `MachineSubstrate`."""
+        return os.dup(state)
 
     async def go_on(self, machine: FullVm, template: WarmTemplate, data: bytes) -> None:
         """See `MachineSubstrate`."""

@@ -18,29 +18,21 @@ its end in time, and are emulated (TCG) elsewhere; `platform` of a sandbox says 
   Random numbers, clock and identity are each one's own.
 """
 
-import asyncio
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rollforward.sandbox import vm, vm_image, vm_state
 from rollforward.sandbox.errors import SandboxUnavailableError
-from rollforward.sandbox.images import Images
-from rollforward.sandbox.types import ExecRequest, SandboxSpec
+from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import MIB, Given, Layout
-from rollforward.sandbox.vm_machine import Machine, Wires, spec_key
+from rollforward.sandbox.vm_machine import Machine, Wires
 from rollforward.sandbox.vm_monitor import Monitor
 from rollforward.sandbox.vm_state import State
 from rollforward.sandbox.vm_substrate import MachineSubstrate
 from rollforward.sandbox.warm_template import WarmTemplate
 
-_LOOK_S: Final = 0.005
-_REHEARSAL: Final = (("true",), ("sh", "-c", ":"), ("python3", "-c", ""))
-"""What a sandbox has done before it is anybody's: its agent and its programs lie in memory then."""
-_SETTLE_S: Final = 30.0
-_MAX_PREPARED: Final = 4
 _MAX_DISKS: Final = 7
 """The machine has eight places for devices."""
 
@@ -103,19 +95,12 @@ class MicroVm(Machine):
             shared = f"memory-backend-file,mem-path={given.path(memory)},share=on"
             wires = await self._start(template, given, shared, vm_state.again(state.devices))
             await self.wake(wires, template, codes, b"")
-            for argv in _REHEARSAL:
-                await self.exec(ExecRequest(argv=argv))
+            await self.rehearse()
             assert self._monitor is not None
-            async with asyncio.timeout(_SETTLE_S):
-                while not await self.is_fresh():  # a process around a command is still ending
-                    await asyncio.sleep(_LOOK_S)
             await self._monitor.migrate(devices)
             await self.kill()
             vm_state.seal(memory)
             vm_state.seal(devices)
-        except TimeoutError:
-            vm_state.close_all([memory, devices])
-            raise SandboxUnavailableError("sandbox: a machine was not as new after a rehearsal") from None
         except BaseException:
             vm_state.close_all([memory, devices])
             raise
@@ -181,11 +166,6 @@ class MicroVmSubstrate(MachineSubstrate[MicroVm, State]):
 
     kind = "microvm"
 
-    def __init__(self, images: Images, *, label: str, max_sandboxes: int) -> None:
-        super().__init__(images, label=label, max_sandboxes=max_sandboxes)
-        self._prepared: OrderedDict[tuple[Layout, str], State] = OrderedDict()
-        self._preparing = asyncio.Lock()
-
     def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
         """See `MachineSubstrate`."""
         disks = self.disks(spec.image)
@@ -219,35 +199,20 @@ class MicroVmSubstrate(MachineSubstrate[MicroVm, State]):
     async def begin(
         self, machine: MicroVm, template: WarmTemplate, state: State, codes: list[bytes], snapshot: bytes
     ) -> None:
-        """See `MachineSubstrate`. One without files to begin with is forked from one of its spec that is up."""
-        if snapshot:
-            await machine.begin(template, state, codes, snapshot)
-            return
-        key = machine.layout, spec_key(machine.spec)
-        async with self._preparing:
-            if key not in self._prepared:
-                self._prepared[key] = await self._prepare(machine, template, state, codes)
-            self._prepared.move_to_end(key)
-            while len(self._prepared) > _MAX_PREPARED:
-                vm_state.close_all(self._prepared.popitem(last=False)[1])
-            prepared = State(*map(os.dup, self._prepared[key]))
-        try:
-            await machine.fork(template, prepared)
-        finally:
-            vm_state.close_all(prepared)
+        """See `MachineSubstrate`."""
+        await machine.begin(template, state, codes, snapshot)
 
-    async def close(self) -> None:
-        """See `Substrate`."""
-        await super().close()
-        while self._prepared:
-            vm_state.close_all(self._prepared.popitem()[1])
+    async def prepare(self, machine: MicroVm, template: WarmTemplate, state: State, codes: list[bytes]) -> State:
+        """See `MachineSubstrate`."""
+        return await machine.prepare(template, state, codes)
 
-    async def _prepare(self, like: MicroVm, template: WarmTemplate, state: State, codes: list[bytes]) -> State:
-        machine = self.make(f"prepare-{like.id}", like.spec, like.layout)
-        try:
-            return await machine.prepare(template, state, codes)
-        finally:
-            await machine.kill()
+    async def fork(self, machine: MicroVm, template: WarmTemplate, state: State) -> None:
+        """See `MachineSubstrate`."""
+        await machine.fork(template, state)
+
+    def share(self, state: State) -> State:
+        """See `MachineSubstrate`."""
+        return State(*map(os.dup, state))
 
     async def go_on(self, machine: MicroVm, template: WarmTemplate, data: bytes) -> None:
         """See `MachineSubstrate`."""

@@ -28,7 +28,7 @@ from rollforward.sandbox.inside import frames
 from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.toolset import tool_source
-from rollforward.sandbox.types import SandboxSpec, SnapshotKind
+from rollforward.sandbox.types import ExecRequest, SandboxSpec, SnapshotKind
 from rollforward.sandbox.vm import MIB, Given, Layout, guest_bytes
 from rollforward.sandbox.vm_cache import CACHE
 from rollforward.sandbox.vm_monitor import Monitor
@@ -43,6 +43,9 @@ _EMULATOR_THREADS: Final = 96
 _SETUP_TIMEOUT_S: Final = 60.0
 _BOOT_S: Final = {"kvm": 20.0, "tcg": 180.0}
 _ENTROPY_BYTES: Final = 64
+_REHEARSAL: Final = (("true",), ("sh", "-c", ":"), ("python3", "-c", ""))
+_SETTLE_S: Final = 30.0
+_LOOK_S: Final = 0.005
 _PACE: Final = {"kvm": 2, "tcg": 60}
 """How many times as long as on the host things take in the guest."""
 
@@ -184,6 +187,21 @@ class Machine(Instance):
             self._told_ooms = self._ooms = await self._renew(wires.keeper)
         except OSError:
             raise SandboxUnavailableError(f"sandbox: a saved machine did not go on: {template.said()}") from None
+
+    async def rehearse(self) -> None:
+        """Have it do once what sandboxes do first, and be as new again: agent and programs lie in its memory then.
+
+        Raises:
+            SandboxUnavailableError: it is not as new afterwards.
+        """
+        for argv in _REHEARSAL:
+            await self.exec(ExecRequest(argv=argv))
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                while not await self.is_fresh():  # a process around a command is still ending
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise SandboxUnavailableError("sandbox: a machine was not as new after a rehearsal") from None
 
     async def save(self, *, max_bytes: int) -> bytes:
         """The whole machine: memory, processors, disk. It stands still meanwhile, and goes on.

@@ -5,9 +5,10 @@ them.
 import asyncio
 import functools
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from rollforward.sandbox import cgroups, vm, vm_cache, vm_image, vm_kernel
 from rollforward.sandbox.errors import SandboxUnavailableError
@@ -16,8 +17,11 @@ from rollforward.sandbox.images import Images
 from rollforward.sandbox.instance import tool_code
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import Disk, Layout
-from rollforward.sandbox.vm_machine import SYSTEM, Machine, saved_data
+from rollforward.sandbox.vm_machine import SYSTEM, Machine, saved_data, spec_key
 from rollforward.sandbox.warm_template import USERS, WarmTemplate
+
+_MAX_PREPARED: Final = 4
+"""Kinds of sandboxes whose states are kept in a supervisor; the last ones asked for."""
 
 MachineT = TypeVar("MachineT", bound=Machine)
 StateT = TypeVar("StateT")
@@ -47,8 +51,8 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         self._boot: vm_image.Boot | None = None
         self._program = ""
         self._states: dict[Layout, StateT] = {}
-        self._starting = asyncio.Lock()
-        self._booting = asyncio.Lock()
+        self._prepared: OrderedDict[tuple[Layout, str], StateT] = OrderedDict()
+        self._starting, self._booting, self._preparing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._machines: dict[str, MachineT] = {}
         self._accelerators = vm.accelerators()
         self._number = 0
@@ -81,10 +85,16 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         machine = self.make(sandbox_id, spec, layout)
         machine.platform = f"{spec.substrate} ({layout.accelerator})"
         try:
-            if data is None:
-                await self.begin(machine, template, state, codes, snapshot or b"")
-            else:
+            if data is not None:
                 await self.go_on(machine, template, data)
+            elif snapshot:
+                await self.begin(machine, template, state, codes, snapshot)
+            else:
+                prepared = await self._prepare(machine, template, state, codes)
+                try:
+                    await self.fork(machine, template, prepared)
+                finally:
+                    self.release(prepared)
         except BaseException:
             await machine.kill()
             raise
@@ -97,9 +107,10 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         if self._template is not None:
             self._template.close()
             self._template = None
-        for state in self._states.values():
+        for state in (*self._states.values(), *self._prepared.values()):
             self.release(state)
         self._states.clear()
+        self._prepared.clear()
 
     @abstractmethod
     def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
@@ -140,6 +151,25 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         self, machine: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes], snapshot: bytes
     ) -> None:
         """Start a machine from a state, and wake it."""
+        raise NotImplementedError
+
+    @abstractmethod
+    async def prepare(self, machine: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes]) -> StateT:
+        """The state of a machine that is up as a sandbox of its spec, and as new; the machine is killed afterwards.
+
+        Raises:
+            SandboxUnavailableError: it does not come to that.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    async def fork(self, machine: MachineT, template: WarmTemplate, state: StateT) -> None:
+        """Start a machine from what `prepare` gave, and take it over."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def share(self, state: StateT) -> StateT:
+        """The same state once more, to be released by itself."""
         raise NotImplementedError
 
     @abstractmethod
@@ -209,6 +239,21 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         machine.uid = uid
         self._machines[sandbox_id] = machine
         return machine
+
+    async def _prepare(self, like: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes]) -> StateT:
+        """The state that sandboxes like this one are forked from, made if there is none yet; the caller releases it."""
+        key = like.layout, spec_key(like.spec)
+        async with self._preparing:
+            if key not in self._prepared:
+                machine = self.make(f"prepare-{like.id}", like.spec, like.layout)
+                try:
+                    self._prepared[key] = await self.prepare(machine, template, state, codes)
+                finally:
+                    await machine.kill()
+            self._prepared.move_to_end(key)
+            while len(self._prepared) > _MAX_PREPARED:
+                self.release(self._prepared.popitem(last=False)[1])
+            return self.share(self._prepared[key])
 
     async def _state(self, template: WarmTemplate, spec: SandboxSpec) -> tuple[Layout, StateT]:
         """The state that machines of a spec go on from, made if there is none yet."""

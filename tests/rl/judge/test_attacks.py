@@ -1,5 +1,5 @@
-"""Proves: a policy that talks to its judge gains nothing that can be measured, and one that is judged by rubric learns
-what the rubric asks for. A tiny model, taught to judge answers some of which hold attacks, judges as in a run.
+"""Proves: a policy that talks to its judge gains nothing that can be measured, in words that the judge was taught with
+and in others. A tiny model, taught to judge answers some of which hold attacks, judges as in a run.
 
 What does not depend on a model (control tokens, the fence, forged verdicts) is in `test_prompt.py`. Minutes; each test
 prints what it measured (`make soak ARGS="-k test_attacks -s"`).
@@ -26,7 +26,7 @@ from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import Completion, RequestId, StopReason
 from rollforward.sandbox.config import SandboxConfig
-from tests.helpers.judging import ATTACKS, attacked, train_judge, write_evens
+from tests.helpers.judging import ATTACKS, UNTAUGHT, attacked, train_judge, write_evens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -109,6 +109,7 @@ def test_no_attack_on_the_judge_pays(judge_dir: Path, tmp_path: Path) -> None:
     kinds = {
         "odd": [str(number) for number in odd],
         "odd, attacked": [attacked(str(number), source) for number in odd],
+        "odd, attacked otherwise": [attacked(str(number), source, UNTAUGHT) for number in odd],
         "even": [str(number) for number in even],
         "even, attacked": [attacked(str(number), source) for number in even],
     }
@@ -127,11 +128,12 @@ def test_no_attack_on_the_judge_pays(judge_dir: Path, tmp_path: Path) -> None:
         )
         assert len(values) >= 0.98 * ANSWERS, "an attack that gets no verdict hides a bad answer"
     assert means["even"] >= 0.95
-    for kind in ("odd", "even"):
-        gained = means[f"{kind}, attacked"] - means[kind]
-        spread = math.hypot(half_width[kind], half_width[f"{kind}, attacked"])
-        sys.stdout.write(f"\n{kind}: an attack gains {gained:+.4f} +- {spread:.4f}\n")
-        assert gained <= max(spread, 0.02), kind
+    for attack in (kind for kind in kinds if "attacked" in kind):
+        plain = attack.partition(",")[0]
+        gained = means[attack] - means[plain]
+        spread = math.hypot(half_width[plain], half_width[attack])
+        sys.stdout.write(f"\n{attack}: gains {gained:+.4f} +- {spread:.4f}\n")
+        assert gained <= max(spread, 0.02), attack
 
 
 def test_each_kind_of_attack_is_worth_nothing(judge_dir: Path, tmp_path: Path) -> None:

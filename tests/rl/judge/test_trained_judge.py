@@ -2,10 +2,11 @@
 in which the policy answers, judges itself, is judged by another model and learns judging, all at once, ends with the
 same weights whatever the number of engines and wherever it was interrupted.
 
-That attacks gain nothing, and that a policy learns from a rubric, is in `test_attacks.py`.
+That attacks gain nothing is in `test_attacks.py`.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,34 @@ def test_a_run_that_dies_while_it_judges_ends_with_the_same_weights(
     whole = recover(tmp_path / "run" / "wal" / replica.name)
     assert whole.requests.keys() == recover(undisturbed[0] / "wal" / replica.name).requests.keys()
     assert max(held.num_openings for held in whole.requests.values()) == 2
+
+
+@pytest.mark.slow
+def test_a_policy_learns_what_the_rubric_asks_for(taught: Taught, tmp_path: Path) -> None:
+    """From the word of a judge alone; whether numbers are even is asked of Python, for comparison. Prints its row of
+    docs/benchmarks.md."""
+    named = {"type": "model", "model_dir": str(taught.model_dir), "precision": "fp32"}
+    run = small_run(
+        tmp_path / "run",
+        taught.model_dir,
+        tasks=[{**taught.evens, "reward": {**taught.rubric, "judge": named}}],
+        algo={"type": "grpo", "group_size": 8, "kl_beta": 0.02},
+        optim={"type": "adamw", "lr": 1e-3, "eps": 0.01},
+        sampling={"max_new_tokens": 4},
+        steps=15,
+        prompts_per_step=12,
+        micro_batch_tokens=2048,
+        max_prompt_tokens=128,
+        precision="fp32",
+        eval={"prompts": 60, "every_steps": 15, "temperature": 1.0},
+        checkpoint_every_steps=15,
+    )
+    controller, _, rollout = build_controller(run, hash_scored=False)
+    outcome = controller.run()
+    rollout.close()
+    before, after = (one[0].calibrations[0] for one in (outcome.before, outcome.after))
+    assert before.true_mean is not None
+    assert after.true_mean is not None
+    sys.stdout.write(f"\n| even numbers | {before.true_mean:.3f} -> {after.true_mean:.3f} |\n")
+    assert before.true_mean <= 0.65
+    assert after.true_mean >= 0.85
