@@ -100,8 +100,7 @@ def spoken_answer(text: str, effort: ReasoningEffort) -> str:
     empty where the reasoning never ended."""
     if effort == "non-think":
         return text.strip()
-    _, end, answer = text.partition(END_THINK)
-    return answer.strip() if end else ""
+    return text.partition(END_THINK)[2].strip()
 
 
 def _described(criterion: Criterion) -> str:
