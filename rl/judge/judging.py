@@ -160,7 +160,8 @@ class Judging:
         key, order = quoting_key(seed, ask.question, ask.answer), criteria_order(ask.reward, seed)
         ids = self._prompt_ids(case, ask.answer, key, order)
         limit = _limit(ask.reward, seat.max_tokens)
-        if len(ids) > limit and not case.judgements:
+        # Decided once, or an answer of which a judge has spoken already would have been too long.
+        if number == ask.first and len(ids) > limit:
             if (least := len(self._prompt_ids(case, "", key, order))) > limit:
                 raise TaskError(
                     f"task {ask.task}: rubric and question of {answered} alone have {least} tokens; with"

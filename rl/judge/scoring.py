@@ -5,7 +5,8 @@
 | it gives no verdict, of whatever kind    | counted by kind; another one is drawn in its place, `retries` at most   |
 | fewer than `min_valid` verdicts are left | no score, `infra`: that a judge fails says nothing about who answered   |
 | the answer is empty, or its reasoning    | 0, and no judge is asked                                                |
-| has no end, or it is too long to be read |                                                                         |
+| has no end                               |                                                                         |
+| it is too long for a rubric or its judge | that part is 0, and its judge is not asked                              |
 """
 
 import math
@@ -95,8 +96,8 @@ def settle(
             case RubricReward() if pending.empty is not None or _is_failed(pending.parts):
                 parts.append(said if pending.empty is None else msgspec.structs.replace(said, value=0.0))
             case RubricReward() as reward:
-                judged = found[completion.id, firsts[part.name]]
-                if judged.is_too_long:
+                judged = None if _is_beyond(pending, reward) else found[completion.id, firsts[part.name]]
+                if judged is None or judged.is_too_long:
                     reason = ScoreReason.TOO_LONG
                     parts.append(msgspec.structs.replace(said, value=0.0))
                     continue
@@ -144,7 +145,8 @@ def length_value(num_tokens: int, reward: LengthReward) -> float:
 
 
 def _asks(pending: Pending, completion: Completion, task: Task) -> list[Ask]:
-    """What judges are asked of an answer; nothing where there is nothing to see, or its score is lost anyway."""
+    """What judges are asked of an answer; nothing where there is nothing to see, too much of it for a rubric, or
+    its score is lost anyway."""
     if pending.empty is not None or _is_failed(pending.parts):
         return []
     firsts = _first_numbers(task.options.reward_parts)
@@ -158,8 +160,12 @@ def _asks(pending: Pending, completion: Completion, task: Task) -> list[Ask]:
             answer=pending.answer,
         )
         for part in task.options.reward_parts
-        if isinstance(part.reward, RubricReward)
+        if isinstance(part.reward, RubricReward) and not _is_beyond(pending, part.reward)
     ]
+
+
+def _is_beyond(pending: Pending, reward: RubricReward) -> bool:
+    return len(pending.answer) > reward.max_answer_chars
 
 
 def _first_numbers(parts: Sequence[RewardPart]) -> dict[str, int]:

@@ -166,8 +166,6 @@ class DatasetTask:
             if isinstance(part.reward, RubricReward):
                 # What a verifier says of it is no part of the reward.
                 truth, said = said.value if isinstance(said, Score) else None, None
-                if len(answer) > part.reward.max_answer_chars:
-                    empty = empty or ScoreReason.TOO_LONG
             scored.append(_part_score(part, said))
             truths.append(truth)
         question = conversation_text(example.messages)

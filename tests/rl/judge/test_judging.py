@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollforward.model.tokenizer import ASSISTANT
+from rollforward.model.encoding import ChatEncoding
+from rollforward.model.tokenizer import ASSISTANT, TokenizerConfig, train_tokenizer
 from rollforward.rl.errors import TaskError
 from rollforward.rl.judge.config import ActorJudge, ModelJudge
 from rollforward.rl.judge.judging import Ask, Judged, Judging, Seat, check_room
@@ -159,6 +160,30 @@ def test_an_answer_too_long_for_the_judge_is_said_to_be_so_and_not_asked() -> No
     assert judged == Judged(is_too_long=True)
     assert len(fits.judgements) == 3
     assert {one.id.member for one in engines.rounds[0]} == {1}
+
+
+def test_whether_an_answer_is_too_long_is_decided_on_its_first_judgement_alone() -> None:
+    """In this vocabulary some keys are fewer tokens than others, so one answer's prompts differ in length."""
+    texts = [" ".join(map(str, range(100, 400)))]
+    encoding = ChatEncoding(train_tokenizer(texts, TokenizerConfig(vocab_size=640, digit_run=3)))
+
+    def judged(member: int, max_tokens: int) -> tuple[Judged, list[int]]:
+        asked: list[Request] = []
+
+        def generate(requests: Sequence[Request]) -> list[Completion]:
+            asked.extend(requests)
+            return [FAILURES[VerdictProblem.LOST](request, "") for request in requests]
+
+        seats = {ActorJudge(): Seat(encoding=encoding, generate=generate, max_tokens=max_tokens)}
+        (one,) = Judging(seats, run_seed=9).judge([ask(member, judgements=8, retries=0)], policy_version=2)
+        return one, [len(request.prompt_ids) for request in asked]
+
+    member, lengths = next((n, found) for n in range(100) if (found := judged(n, 8192)[1])[0] < max(found))
+    exact = lengths[0] + reward().max_verdict_tokens + 64
+    one, asked = judged(member, exact)
+    assert asked == lengths
+    assert (len(one.judgements), one.is_too_long) == (8, False)
+    assert judged(member, exact - 1) == (Judged(is_too_long=True), [])
 
 
 def test_a_question_too_long_for_the_judge_is_an_error() -> None:

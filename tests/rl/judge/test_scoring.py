@@ -161,6 +161,25 @@ def test_what_cannot_be_judged_is_0_without_asking(tmp_path: Path, text: str, re
     assert engines.rounds == []
 
 
+def test_an_answer_too_long_for_one_rubric_is_judged_by_the_other(tmp_path: Path) -> None:
+    parts = [
+        {"name": "short", "weight": 0.25, "reward": RUBRIC | {"max_answer_chars": 8}},
+        {"name": "long", "weight": 0.75, "reward": RUBRIC | {"max_answer_chars": 9}},
+    ]
+    task = dataset(tmp_path, {"type": "composite", "parts": parts})
+    (beyond, fits, far_beyond), engines = score(task, "4" * 9, "4" * 8, "4" * 10)
+    assert isinstance(beyond, Score)
+    assert isinstance(fits, Score)
+    assert isinstance(far_beyond, Score)
+    assert [one.value for one in (beyond, fits, far_beyond)] == [0.75, 1.0, 0.0]
+    assert [part.value for part in beyond.parts] == [0.0, 1.0]
+    assert [one.part for one in beyond.opinions] == ["long"]
+    assert [(one.id.member, one.id.judgement) for one in engines.rounds[0]] == [
+        *((0, number) for number in (5, 6, 7)),
+        *((1, number) for number in (1, 2, 3, 5, 6, 7)),
+    ]
+
+
 def test_reasoning_is_not_shown_to_the_judge(tmp_path: Path) -> None:
     task = dataset(tmp_path, RUBRIC, effort="high")
     (one, unclosed), engines = score(task, "so </think> 4", "and so on")
