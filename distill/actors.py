@@ -5,7 +5,7 @@ from pathlib import Path
 
 import ray
 
-from rollforward.distill.learner import Canary, DistillLearner
+from rollforward.distill.learner import Canary, DistillLearner, check_distill
 from rollforward.distill.schedule import TeacherPlan
 from rollforward.model.metrics import Metric, merge_metrics
 from rollforward.rl.actors import RANK_OPTIONS, PolicyPool, PolicyRank
@@ -16,6 +16,7 @@ class DistillActor(PolicyRank):
     """One rank of the learner of distillation."""
 
     build_learner = DistillLearner
+    check = staticmethod(check_distill)
 
     def canary(self, weights_dir: Path) -> Canary:
         """See ``DistillLearner.canary``."""

@@ -14,7 +14,7 @@ of the teacher.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,10 +30,14 @@ from rollforward.distill.schedule import TeacherPlan
 from rollforward.distill.teacher_files import fetch
 from rollforward.distill.teacher_source import TeacherSource, local_teacher
 from rollforward.distill.teachers import HeadShelf, TeacherScorer, TeacherShelf
+from rollforward.kernels.config import KernelBackends
 from rollforward.kernels.loss.linear_logprob import linear_logprob
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
+from rollforward.model.backends import check_programs
+from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.collectives import RankGroups
+from rollforward.model.config import ModelConfig
 from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, Reduction, merge_metrics
 from rollforward.model.scoring import ScoringBatch, hidden_logprobs, scored_rows
@@ -68,6 +72,8 @@ class DistillSettings(PolicySettings, frozen=True, kw_only=True):
     """Visit the recorded experts again."""
     teachers: dict[str, TeacherSource]
     """By name, as they lie on the node of the run's own process."""
+    teacher_configs: dict[str, ModelConfig]
+    """Hyper-parameters of each."""
     teacher_urls: dict[str, str]
     """Where each comes from."""
     teacher_cache_dir: str
@@ -76,6 +82,35 @@ class DistillSettings(PolicySettings, frozen=True, kw_only=True):
     """Folder of the hidden vectors, which all ranks see."""
     max_hidden_bytes: int
     """That it may hold."""
+
+
+def check_distill(settings: DistillSettings, name: str) -> None:
+    """Refuse tile forms whose programs for student or teachers are not compiled on the machine of a rank.
+
+    Args:
+        settings: of the run. name: the rank's, for an error.
+
+    Raises:
+        BackendError: see ``check_programs``.
+    """
+    student = load_checkpoint_config(Path(settings.model_dir), is_announced=False)
+    check_students(settings.kernels, student, settings.teacher_configs, f"the model of {name}")
+    for teacher, config in settings.teacher_configs.items():
+        check_programs(settings.kernels, config, f"teacher {teacher} of {name}")
+
+
+def check_students(
+    kernels: KernelBackends, student: ModelConfig, teachers: Mapping[str, ModelConfig], what: str
+) -> None:
+    """Refuse tile forms without programs here for a student, which ``what`` names: beside teachers, and as its own
+    teacher, which the canary makes it.
+
+    Raises:
+        BackendError: see ``check_programs``; names the teacher.
+    """
+    for name, config in teachers.items():
+        check_programs(kernels, student, f"{what} beside teacher {name}", teachers=[config])
+    check_programs(kernels, student, what, teachers=[student])
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from rollforward.distill.config import DistillRun
 from rollforward.distill.errors import HiddenRoomError, TeacherError
 from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.hidden_shard import worst_case_bytes
-from rollforward.distill.learner import DistillSettings
+from rollforward.distill.learner import DistillSettings, check_students
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
@@ -58,6 +58,7 @@ def learner_settings(
         loss=run.loss,
         keep_routing=run.keep_routing,
         teachers=dict(teachers),
+        teacher_configs={name: load_model_config(source.directory) for name, source in teachers.items()},
         teacher_urls=dict(urls),
         teacher_cache_dir=str(_cache_dir(run)),
         hidden_root=str(Path(run.run_dir).resolve() / HIDDEN_NAME),
@@ -108,7 +109,7 @@ def _check_kernels(run: DistillRun, name: str, teacher: ModelConfig) -> None:
     if works_here(run):
         check_programs(run.kernels, teacher, f"teacher {name}")
         student = load_checkpoint_config(Path(run.model_dir), is_announced=False)
-        check_programs(run.kernels, student, f"{run.model_dir} beside teacher {name}", teachers=[teacher])
+        check_students(run.kernels, student, {name: teacher}, run.model_dir)
 
 
 def _keep_versions(run_dir: Path, versions: Mapping[str, str]) -> None:

@@ -29,7 +29,8 @@ class KernelBackends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Quantising the experts' weights: the same bytes in both. `tile` needs widths of experts, and a hidden_size, that
     are multiples of 128."""
     reverse_kl: Form = "reference"
-    """(`distill`) The reverse KL and its gradient from both sides' hidden vectors and heads."""
+    """(`distill`) The reverse KL and its gradient from both sides' hidden vectors and heads. This `tile`, and that of
+    `linear_logprob`, needs a vocab_size and a hidden_size that are multiples of 8."""
 
     @property
     def tiles(self) -> tuple[str, ...]:
@@ -37,8 +38,13 @@ class KernelBackends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return tuple(name for name, form in msgspec.structs.asdict(self).items() if form == "tile")
 
 
-def check_precision(kernels: KernelBackends, precision: str) -> None:
+def check_precision(kernels: KernelBackends, precision: str, whose: str = "") -> None:
     """Refuse tile forms without the formats that they compute in.
+
+    Args:
+        kernels: of the run.
+        precision: of the run, or of one of its models.
+        whose: names that model in an error; empty: the run.
 
     Raises:
         BackendError: names the key.
@@ -46,20 +52,35 @@ def check_precision(kernels: KernelBackends, precision: str) -> None:
     for name in kernels.tiles:
         if precision != "native":
             raise BackendError(
-                f"kernels.{name} is tile and precision is {precision}; tile forms take the BF16 numbers of native"
-                f" precision. Set precision=native, or kernels.{name}=reference"
+                f"kernels.{name} is tile and precision{whose and f' of {whose}'} is {precision}; tile forms take the"
+                f" BF16 numbers of native precision. Set {'its ' if whose else ''}precision=native, or"
+                f" kernels.{name}=reference"
             )
 
 
+def check_no_teachers(kernels: KernelBackends, verb: str) -> None:
+    """Refuse a form of an op that a run without teachers never computes.
+
+    Raises:
+        BackendError: names the key and the verb.
+    """
+    if kernels.reverse_kl == "tile":
+        raise BackendError(
+            f"kernels.reverse_kl is tile, and {verb} has no teachers, without whom nothing computes a reverse KL. Leave"
+            " kernels.reverse_kl out; it is a setting of `rollforward distill`"
+        )
+
+
 def check_sizes(
-    kernels: KernelBackends, what: str, *, hidden_size: int, expert_width: int, num_streams: int = 4
+    kernels: KernelBackends, what: str, *, vocab_size: int, hidden_size: int, expert_width: int, num_streams: int = 4
 ) -> None:
     """Refuse tile forms that have no program for a model.
 
     Args:
         kernels: of the run.
         what: names the model in an error.
-        hidden_size, expert_width, num_streams: its hidden_size, moe_intermediate_size and hc_mult.
+        vocab_size, hidden_size, expert_width, num_streams: its vocab_size, hidden_size, moe_intermediate_size and
+            hc_mult.
 
     Raises:
         BackendError: names key, size and rule.
@@ -75,8 +96,8 @@ def check_sizes(
             f" {expert_width}; its programs are for multiples of 128. Set kernels.mxfp4=reference"
         )
     for name in ("linear_logprob", "reverse_kl"):
-        if name in kernels.tiles and hidden_size % 8:
+        if name in kernels.tiles and (vocab_size % 8 or hidden_size % 8):
             raise BackendError(
-                f"kernels.{name} is tile, and {what} has hidden_size {hidden_size}; its programs are for multiples of"
-                f" 8. Set kernels.{name}=reference"
+                f"kernels.{name} is tile, and {what} has vocab_size {vocab_size} and hidden_size {hidden_size}; its"
+                f" programs are for multiples of 8. Set kernels.{name}=reference"
             )

@@ -48,6 +48,7 @@ def check_model(kernels: KernelBackends, config: ModelConfig, what: str) -> None
     check_sizes(
         kernels,
         what,
+        vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         expert_width=config.moe_intermediate_size,
         num_streams=config.hc_mult,

@@ -22,14 +22,17 @@ _RULE = "it takes: warm model=NAME [teacher=NAME] [jobs=N], NAME being a model d
 
 
 def programs(model: ModelConfig, teacher: ModelConfig) -> list[dispatch.Program]:
-    """Return every program that a model runs, with a teacher that may be another."""
+    """Return every program that a model runs, with itself as a teacher and one that may be another."""
     width, inner = model.hidden_size, model.moe_intermediate_size
-    wanted = vocab_sweep.programs(model.vocab_size, width, teacher.hidden_size)
+    wanted: list[dispatch.Program] = []
+    for teacher_width in dict.fromkeys((width, teacher.hidden_size)):
+        if vocab_sweep.takes(model.vocab_size, width) and vocab_sweep.takes(model.vocab_size, teacher_width):
+            wanted += vocab_sweep.programs(model.vocab_size, width, teacher_width)
     if mix_sweep.takes(width):
         wanted += mix_sweep.programs(width, model.hc_sinkhorn_iters)
     if mxfp4_sweep.takes(inner, width):
         wanted += [*mxfp4_sweep.programs(inner, width), *mxfp4_sweep.programs(width, inner)]
-    return wanted
+    return list(dict.fromkeys(wanted))
 
 
 def _config(name: str) -> ModelConfig | None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import ray
 
-from rollforward.model.backends import check_programs, choose_kernels
-from rollforward.model.checkpoint_headers import load_checkpoint_config
+from rollforward.model.backends import choose_kernels
 from rollforward.model.distributed import OPERATION_TIMEOUT_S, join_group
 from rollforward.model.metrics import Metric, merge_metrics
-from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy
+from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy, check_policy
 from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rl.placement import Patience, Ranks
 from rollforward.rollout.replica import Beat
@@ -28,6 +27,9 @@ class PolicyRank:
     build_learner: Callable[[Any], TrainedPolicy]
     """Makes the rank's learner from its settings, in a process group that it has joined."""
 
+    check: Callable[[Any, str], None] = staticmethod(check_policy)
+    """Refuses settings that this machine has no programs for, before that; is told what the rank is called."""
+
     learner: Any
 
     def __init__(
@@ -35,7 +37,7 @@ class PolicyRank:
     ) -> None:
         """Give signs of life from here on; see ``join_group`` for what ``start`` joins."""
         join = partial(join_group, rendezvous, rank=rank, num_ranks=num_ranks, timeout_s=rank_timeout_s)
-        self.build = partial(_joined, f"rank {rank} of the learner", join, self.build_learner)
+        self.build = partial(_joined, f"rank {rank} of the learner", join, self.check, self.build_learner)
 
     @ray.method(concurrency_group="beat")
     def beat(self) -> Beat:
@@ -65,11 +67,14 @@ class PolicyRank:
 
 
 def _joined(
-    name: str, join: Callable[[], None], build_learner: Callable[[Any], TrainedPolicy], settings: PolicySettings
+    name: str,
+    join: Callable[[], None],
+    check: Callable[[Any, str], None],
+    build_learner: Callable[[Any], TrainedPolicy],
+    settings: PolicySettings,
 ) -> TrainedPolicy:
     choose_kernels(settings.kernels, name)
-    config = load_checkpoint_config(Path(settings.model_dir), is_announced=False)
-    check_programs(settings.kernels, config, f"the model of {name}")
+    check(settings, name)
     join()
     return build_learner(settings)
 

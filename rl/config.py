@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from rollforward.kernels.config import KernelBackends, check_precision, check_sizes
+from rollforward.kernels.config import KernelBackends, check_no_teachers, check_precision, check_sizes
 from rollforward.model.config import PresetName, preset
 from rollforward.model.tokenizer import TokenizerConfig
 from rollforward.model.train_config import BalanceConfig, HybridMuon, OptimConfig, Precision
@@ -199,6 +199,7 @@ class RLRun(LoopRun, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Refuse combinations that would fail, or be silently wrong, only later."""
         super().__post_init__()
+        check_no_teachers(self.kernels, "train")
         if self.balance.is_on and self.algo.keep_routing:
             raise ValueError(
                 "balance is on and algo.keep_routing is true; replayed routes are not what the router chooses now, so"
@@ -255,11 +256,13 @@ class SFTRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
         check_precision(self.kernels, self.precision)
+        check_no_teachers(self.kernels, "sft")
         if isinstance(self.start, FreshModel):
             sizes = preset(self.start.preset)
             check_sizes(
                 self.kernels,
                 f"start.preset={self.start.preset}",
+                vocab_size=self.start.tokenizer.vocab_size,
                 hidden_size=sizes.hidden_size,
                 expert_width=sizes.moe_intermediate_size,
                 num_streams=sizes.hc_mult,
@@ -306,6 +309,7 @@ class EvalRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         """Refuse combinations that would fail only later."""
         check_precision(self.kernels, self.precision)
+        check_no_teachers(self.kernels, "eval")
         _check_one_engine(self.rollout, "eval samples")
         _check_heldout(self.tasks, self.prompts, "prompts")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf import console
-from rollforward.model.backends import check_model, check_programs, choose_kernels
+from rollforward.model.backends import choose_kernels
 from rollforward.rl.config import EvalRun
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.judge.report_verb import calibration_rows
 from rollforward.rl.judge.seats import local_judging
 from rollforward.rl.sandboxes import local_environment
-from rollforward.rl.setup import load_parts
+from rollforward.rl.setup import check_kernels, load_parts
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.weights import (
     WEIGHTS_NAME,
@@ -35,8 +35,7 @@ def main(run: EvalRun) -> int:
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
-    check_model(run.kernels, parts.model_config, run.model_dir)
-    check_programs(run.kernels, parts.model_config, run.model_dir)
+    check_kernels(run.kernels, parts, run.model_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     root = run_dir / WEIGHTS_NAME
     # Without a canary: no forward but the engine's is here, and one of its own would take the model's memory twice.

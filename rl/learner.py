@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollforward.kernels.config import KernelBackends
+from rollforward.model.backends import check_programs
 from rollforward.model.checkpoint import read_checkpoint
 from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.encoding_version import encoding_files
@@ -78,12 +79,12 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Divides the logits, as when sampling."""
     threads: int
     """CPU threads of this process."""
+    kernels: KernelBackends
+    """Forms of ops, which the rank's process takes at its start."""
     balance: BalanceConfig = BalanceConfig()
     """Balancing of experts."""
     recompute: bool = False
     """Compute each layer again for the backward pass instead of keeping what it made."""
-    kernels: KernelBackends = KernelBackends()
-    """Forms of ops, which the rank's process takes at its start."""
     seed: int = 0
     """Seed of the run; keys stochastic rounding."""
 
@@ -93,6 +94,19 @@ class LearnerSettings(PolicySettings, frozen=True, kw_only=True):
 
     algorithm: Algorithm
     """Loss and its constants."""
+
+
+def check_policy(settings: PolicySettings, name: str) -> None:
+    """Refuse tile forms whose programs for the policy are not compiled on the machine of a rank.
+
+    Args:
+        settings: of the run. name: the rank's, for an error.
+
+    Raises:
+        BackendError: see ``check_programs``.
+    """
+    config = load_checkpoint_config(Path(settings.model_dir), is_announced=False)
+    check_programs(settings.kernels, config, f"the model of {name}")
 
 
 def start_masters(settings: PolicySettings) -> dict[str, Tensor]:

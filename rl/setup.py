@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf import console
+from rollforward.kernels.config import KernelBackends, check_precision
 from rollforward.model.assignment import muon_assignments
+from rollforward.model.backends import check_model, check_programs
 from rollforward.model.checkpoint_headers import check_entries, load_checkpoint_config, scan_checkpoint
 from rollforward.model.config import ModelConfig
 from rollforward.model.encoding import ChatEncoding
@@ -127,6 +129,27 @@ def _encoding_version(model_dir: Path) -> EncodingVersion:
     if version is None:
         console.say(f"{model_dir} has no {ENCODING_FILE}: conversations are encoded as in {LATER.name} and later")
     return version or LATER
+
+
+def check_kernels(kernels: KernelBackends, parts: Parts, model_dir: str, *, works_here: bool = True) -> None:
+    """Refuse forms of ops that the run's model, or a model that judges, has no program for.
+
+    Args:
+        kernels: of the run, whose every process takes them.
+        parts: of the run.
+        model_dir: names its model in an error.
+        works_here: whether all of its processes are on this machine, so that its programs are theirs.
+
+    Raises:
+        BackendError: names the key, the model and what to do.
+    """
+    for one in parts.judges:
+        check_precision(kernels, one.judge.precision, f"judge {one.judge.model_dir}")
+    models = [(parts.model_config, model_dir), *((one.model_config, one.name) for one in parts.judges)]
+    for config, what in models:
+        check_model(kernels, config, what)
+        if works_here:
+            check_programs(kernels, config, what)
 
 
 def check_learner(config: ModelConfig, optim: OptimConfig, learner_ranks: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollforward.conf import console
-from rollforward.model.backends import check_model, check_programs, choose_kernels
+from rollforward.model.backends import choose_kernels
 from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.distributed import join_group, leave_group, new_rendezvous
@@ -30,7 +30,7 @@ from rollforward.rl.learner import TOKENIZER_NAME, publish_trained, scoring_batc
 from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.sandboxes import local_environment
-from rollforward.rl.setup import Parts, load_parts
+from rollforward.rl.setup import Parts, check_kernels, load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.replica import Replica
@@ -58,8 +58,7 @@ def main(run: SFTRun) -> int:
         max_new_tokens=run.max_answer_tokens,
         sandbox=run.sandbox,
     )
-    check_model(run.kernels, parts.model_config, str(model_dir))
-    check_programs(run.kernels, parts.model_config, str(model_dir))
+    check_kernels(run.kernels, parts, str(model_dir))
     torch.set_num_threads(run.rollout.threads)
     join_group(new_rendezvous(run_dir), rank=0, num_ranks=1)
     try:

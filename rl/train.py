@@ -18,8 +18,7 @@ from ray.exceptions import RayActorError
 
 from rollforward.conf import console
 from rollforward.conf.load import is_ray_job, library_environment
-from rollforward.kernels.config import check_precision
-from rollforward.model.backends import check_model, check_programs, choose_kernels
+from rollforward.model.backends import choose_kernels
 from rollforward.model.config import ModelConfig
 from rollforward.model.distributed import new_rendezvous
 from rollforward.model.train_config import Precision
@@ -33,7 +32,7 @@ from rollforward.rl.learner import LearnerSettings
 from rollforward.rl.placement import Patience, join_cluster
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.sandboxes import agent_settings, pool_stats, with_agents
-from rollforward.rl.setup import Parts, check_learner, load_parts
+from rollforward.rl.setup import Parts, check_kernels, check_learner, load_parts
 from rollforward.rl.stages import PolicyGradientStages, Stages
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.actors import AgentActor, RolloutActor
@@ -87,12 +86,7 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
     )
-    for model in parts.judges:
-        check_precision(run.kernels, model.judge.precision)
-    for config, what in ((parts.model_config, run.model_dir), *((one.model_config, one.name) for one in parts.judges)):
-        check_model(run.kernels, config, what)
-        if works_here(run):
-            check_programs(run.kernels, config, what)
+    check_kernels(run.kernels, parts, run.model_dir, works_here=works_here(run))
     check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
     place = prepare(parts)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ class RolloutActor:
         precision: Precision,
         config: RolloutConfig,
         environment: EnvironmentConfig | None,
-        kernels: KernelBackends = KernelBackends(),  # noqa: B008 - frozen
+        kernels: KernelBackends,
     ) -> None:
         """Give signs of life from here on; the replica is built by ``open``, whose errors keep their type."""
         self._pulse = Pulse(ray.get_runtime_context().get_node_id(), leave_s=config.drain_s)

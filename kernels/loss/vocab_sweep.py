@@ -32,10 +32,18 @@ WAVE = 2048
 """1.03 GiB for reverse KL and 0.53 GiB for log-probabilities at V = 129280: both heads and the head's gradient are
 read once for each wave."""
 
+ROW = 8
+"""Rows of hidden states, heads and gradients of logits are 16 whole bytes each: so many numbers, or a multiple."""
+
 WEIGHTS, LOGITS = 1, 2
 """What `vocab_tile.logits` may write beside its stats: exp(z - top) as bfloat16, or the logits."""
 
 _PRODUCTS, _ROWS = "loss.vocab_tile", "loss.vocab_rows_tile"
+
+
+def takes(V: int, D: int) -> bool:
+    """Whether there are programs for a vocabulary of this size and hidden states of this width."""
+    return V % ROW == 0 and D % ROW == 0
 
 
 def programs(V: int, D: int, teacher_width: int | None = None) -> list[Program]:
@@ -163,10 +171,13 @@ def _stats(space: Workspace, V: int, tokens: int, kinds: int = 3, *, behind: int
 
 
 def check_operands(op: str, /, **operands: Tensor) -> None:
-    """Raise unless the programs take these matrices, rounded: float32 or bfloat16, rows of 16 whole bytes."""
+    """Raise unless the programs take these matrices, rounded: float32 or bfloat16, rows of 16 whole bytes, of hidden
+    states and of logits (the heads' names begin their suffix with V)."""
     for name, one in operands.items():
         check_dtype(op, name, one, torch.float32, torch.bfloat16)
-        check_multiple(op, f"{name}.shape[1]", one.shape[1], 8)
+        check_multiple(op, f"{name}.shape[1]", one.shape[1], ROW)
+        if name.rpartition("_")[2].startswith("V"):
+            check_multiple(op, f"{name}.shape[0]", one.shape[0], ROW)
 
 
 def _take_hidden(space: Workspace, hidden_TD: Tensor, wave: slice, idle: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import psutil
 import pytest
 import ray
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.rollout.actors import RolloutActor
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.drain_file import DrainFile
@@ -70,7 +71,7 @@ class Fleet:
 
         def create(index: int) -> Any:
             actor = RolloutActor.options(num_cpus=0).remote(  # type: ignore[attr-defined]
-                NAMES[index], root / NAMES[index], tiny_config(), "native", config, None
+                NAMES[index], root / NAMES[index], tiny_config(), "native", config, None, KernelBackends()
             )
             self.actors[index].append(actor)
             return actor
@@ -267,7 +268,7 @@ def test_a_zombie_that_wakes_up_publishes_nothing(
 
     def start() -> Any:
         actor: Any = RolloutActor.options(num_cpus=0).remote(  # type: ignore[attr-defined]
-            "engine-0", tmp_path / "engine-0", tiny_config(), "native", CONFIG, None
+            "engine-0", tmp_path / "engine-0", tiny_config(), "native", CONFIG, None, KernelBackends()
         )
         ray.get(actor.open.remote())
         ray.get(actor.load_weights.remote(version_directory(weights, 1)))

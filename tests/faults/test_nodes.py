@@ -24,6 +24,7 @@ import pytest
 import ray
 from ray._private.state import state as cluster_state
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.train_config import AdamW
 from rollforward.rl.actors import LearnerActor, LearnerPool
@@ -99,7 +100,7 @@ class Fleet:
 
         def create(index: int) -> Any:
             actor = RolloutActor.options(**placement_options(ROLLOUT)).remote(  # type: ignore[attr-defined]
-                NAMES[index], root / "wal" / NAMES[index], tiny_config(), "native", config, None
+                NAMES[index], root / "wal" / NAMES[index], tiny_config(), "native", config, None, KernelBackends()
             )
             self.actors[index].append(actor)
             return actor
@@ -258,6 +259,7 @@ def _ranks(nodes: Nodes, root: Path, **patience: float) -> tuple[LearnerPool, li
         precision="native",
         temperature=1.0,
         threads=1,
+        kernels=KernelBackends(),
     )
     pool = LearnerPool(actors, settings, Patience(**patience), ROLLOUT)
     beats: list[Any] = ray.get([actor.beat.remote() for actor in actors])
@@ -319,7 +321,13 @@ def test_no_node_for_a_rank(nodes: Nodes, tmp_path: Path) -> None:
     asked = {"absent": 2.0}
     actor: Any = LearnerActor.options(**placement_options(asked)).remote(0, 1, tmp_path / "r")  # type: ignore[attr-defined]
     settings = LearnerSettings(
-        model_dir="/nowhere", algorithm=GRPO(), optim=AdamW(lr=1e-3), precision="native", temperature=1.0, threads=1
+        model_dir="/nowhere",
+        algorithm=GRPO(),
+        optim=AdamW(lr=1e-3),
+        precision="native",
+        temperature=1.0,
+        threads=1,
+        kernels=KernelBackends(),
     )
     with pytest.raises(LostProcessError, match=r"rank 0 .* no node .* has \{absent: 2\}, which cluster.learner_r"):
         LearnerPool([actor], settings, Patience(start_s=3), asked)

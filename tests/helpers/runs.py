@@ -67,10 +67,11 @@ def small_run(run_dir: Path, model_dir: Path, **changes: Any) -> RLRun:
     return msgspec.convert(values | changes, RLRun)
 
 
-def write_model(directory: Path, *, seed: int = 0) -> Path:
+def write_model(directory: Path, *, seed: int = 0, vocab_size: int = 384) -> Path:
     """A fresh tiny model with a tokenizer for TASK."""
     run = small_run(directory, directory)
-    tokenizer = train_tokenizer(tokenizer_texts(build_tasks(run.tasks), 200), TokenizerConfig(vocab_size=384))
+    texts = tokenizer_texts(build_tasks(run.tasks), 200)
+    tokenizer = train_tokenizer(texts, TokenizerConfig(vocab_size=vocab_size))
     config = msgspec.structs.replace(preset("tiny"), vocab_size=tokenizer.vocab_size)
     files = {"tokenizer.json": tokenizer.serialized.encode()}
     write_checkpoint(directory, config, fresh_params(config, seed=seed), precision="fp32", extra_files=files)
@@ -161,6 +162,7 @@ def build_controller(run: RLRun, *, hash_scored: bool = True) -> tuple[Controlle
         precision=run.precision,
         temperature=run.sampling.temperature,
         threads=1,
+        kernels=run.kernels,
         balance=run.balance,
         recompute=run.recompute,
         seed=run.seed,

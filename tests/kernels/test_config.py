@@ -3,16 +3,18 @@ rule and way out, by the rules that the programs themselves have."""
 
 import msgspec
 import pytest
+import torch
 
 from rollforward.kernels import dispatch
-from rollforward.kernels.config import KernelBackends, check_precision, check_sizes
-from rollforward.kernels.errors import BackendError
+from rollforward.kernels.config import KernelBackends, check_no_teachers, check_precision, check_sizes
+from rollforward.kernels.errors import BackendError, ShapeError
+from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.quant import mxfp4_sweep
 from rollforward.model.config import preset
 from rollforward.model.presets import PRESETS
 
-FITS = {"hidden_size": 1024, "expert_width": 512}
+FITS = {"vocab_size": 129280, "hidden_size": 1024, "expert_width": 512}
 
 
 def test_every_op_with_a_tile_form_has_a_key_and_is_a_reference_by_default() -> None:
@@ -72,12 +74,30 @@ def test_vocabulary_losses_take_the_widths_that_their_programs_take(name: str) -
     found = _refusal(name, hidden_size=1020)
     assert found is not None
     assert f"Set kernels.{name}=reference" in found
-    assert _refusal(name, hidden_size=1016) is None
+    found = _refusal(name, vocab_size=129283)
+    assert found is not None
+    assert "vocab_size 129283 and hidden_size 1024; its programs are for multiples of 8" in found
+    for vocabulary, width in ((129280, 1016), (1000, 1024), (1004, 1024), (1000, 1020)):
+        refused = _refusal(name, vocab_size=vocabulary, hidden_size=width)
+        assert (refused is None) == vocab_sweep.takes(vocabulary, width)
+    assert vocab_sweep.takes(1000, 1016)
+    vocab_sweep.check_operands("op", hidden_TD=torch.zeros(3, 16), teacher_head_VE=torch.zeros(1000, 16))
+    with pytest.raises(ShapeError, match=r"teacher_head_VE\.shape\[0\] is 1004; it must be a multiple of 8"):
+        vocab_sweep.check_operands("op", hidden_TD=torch.zeros(3, 16), teacher_head_VE=torch.zeros(1004, 16))
+
+
+def test_a_run_without_teachers_has_no_reverse_kl() -> None:
+    check_no_teachers(KernelBackends(linear_logprob="tile", mix="tile", mxfp4="tile"), "sft")
+    with pytest.raises(
+        BackendError, match=r"kernels\.reverse_kl is tile, and sft has no teachers.* Leave kernels\.rev"
+    ):
+        check_no_teachers(KernelBackends(reverse_kl="tile"), "sft")
 
 
 def test_presets_for_a_gpu_fit_and_tiny_does_not() -> None:
     for name in PRESETS:
         config = preset(name)
-        sizes = {"hidden_size": config.hidden_size, "expert_width": config.moe_intermediate_size}
+        sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size}
+        sizes |= {"expert_width": config.moe_intermediate_size}
         refused = [op for op in dispatch.TILE_OPS if _refusal(op, num_streams=config.hc_mult, **sizes)]
         assert refused == (["mix", "mxfp4"] if name == "tiny" else [])

@@ -7,6 +7,7 @@ import pytest
 
 from rollforward.conf.errors import UsageError
 from rollforward.kernels import dispatch
+from rollforward.kernels.loss import vocab_sweep
 from rollforward.model.config import config_json, preset
 from rollforward.model.kernels_verb import main, programs
 from rollforward.model.presets import PRESETS
@@ -36,10 +37,23 @@ def test_other_words_are_refused(words):
 
 
 def test_a_model_directory_has_programs_of_its_own_vocabulary(tmp_path, monkeypatch):
-    config = msgspec.structs.replace(preset("mini"), vocab_size=777)
+    config = msgspec.structs.replace(preset("mini"), vocab_size=776)
     (tmp_path / "config.json").write_text(json.dumps(config_json(config)))
     asked = []
     monkeypatch.setattr(dispatch, "warm", lambda wanted, jobs: (asked.extend(wanted), (len(asked), 0))[1])
     assert main(["warm", f"model={tmp_path}", "teacher=flash", "jobs=1"]) == 0
-    assert {dict(one.constants)["V"] for one in asked if one.module == "loss.vocab_tile"} == {777}
+    assert {dict(one.constants)["V"] for one in asked if one.module == "loss.vocab_tile"} == {776}
     assert {dict(one.constants)["D"] for one in asked if one.function == "logits"} == {1024, 4096}
+
+
+def test_a_student_is_its_own_teacher_too():
+    mini, flash = preset("mini"), preset("flash")
+    wanted = programs(mini, flash)
+    assert len(set(wanted)) == len(wanted)
+    for teacher in (mini, flash):
+        assert set(vocab_sweep.programs(mini.vocab_size, mini.hidden_size, teacher.hidden_size)) <= set(wanted)
+
+
+def test_sizes_without_programs_are_left_out():
+    odd = msgspec.structs.replace(preset("mini"), vocab_size=777)
+    assert {one.module.partition(".")[0] for one in programs(odd, odd)} == {"mhc", "quant"}

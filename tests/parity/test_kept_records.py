@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.scoring import ScoringBatch
 from rollforward.model.train_config import AdamW
@@ -172,6 +173,7 @@ def test_the_reference_chooses_its_own_routes_over_the_same_kept_sets(tmp_path: 
         precision="native",
         temperature=TEMPERATURE,
         threads=torch.get_num_threads(),
+        kernels=KernelBackends(),
     )
     learner = Learner(settings)
     size, layers, slots = 12, CONFIG.num_hidden_layers, CONFIG.num_experts_per_tok

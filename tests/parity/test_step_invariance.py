@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.gradient_tree import subtree_bounds
 from rollforward.model.metrics import Metric, merge_metrics, metric_values
@@ -120,6 +121,7 @@ def _learner(model_dir: Path, **changes: Any) -> Learner:
         "precision": "native",
         "temperature": 0.9,
         "threads": 1,
+        "kernels": KernelBackends(),
     }
     learner = Learner(LearnerSettings(model_dir=str(model_dir), **(values | changes)))
     generator = torch.Generator().manual_seed(5)

@@ -174,6 +174,10 @@ def test_tile_forms_need_what_is_known_without_a_gpu(root: type) -> None:
         msgspec.ValidationError, match=r"kernels\.linear_logprob is tile and precision is fp32;.*native"
     ):
         msgspec.convert(tile | {"precision": "fp32"}, root)
+    with pytest.raises(
+        msgspec.ValidationError, match=r"kernels\.reverse_kl is tile, and (train|sft|eval) has no teach"
+    ):
+        msgspec.convert(_merged(ROOTS[root], "kernels", {"reverse_kl": "tile"}), root)
     with pytest.raises(msgspec.ValidationError, match=r"Invalid enum value 'triton'.*\$\.kernels\.mix"):
         msgspec.convert(_merged(ROOTS[root], "kernels.mix", "triton"), root)
 

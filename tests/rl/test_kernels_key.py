@@ -22,14 +22,18 @@ from rollforward.conf.jobs import Job
 from rollforward.conf.resume import moved
 from rollforward.conf.run_dir import CONFIG_NAME, check_settings
 from rollforward.distill.actors import DistillActor
+from rollforward.distill.config import ReverseKL
+from rollforward.distill.learner import DistillSettings
 from rollforward.kernels import dispatch
 from rollforward.kernels.config import KernelBackends
 from rollforward.kernels.errors import BackendError
+from rollforward.kernels.loss import vocab_sweep
+from rollforward.model.config import load_model_config
 from rollforward.model.train_config import AdamW
 from rollforward.rl import actors as rl_actors
 from rollforward.rl.actors import LearnerActor, LearnerPool, PolicyPool
 from rollforward.rl.algorithms import GRPO
-from rollforward.rl.learner import LearnerSettings
+from rollforward.rl.learner import LearnerSettings, check_policy
 from rollforward.rl.train import policy_settings
 from rollforward.rollout import actors as rollout_actors
 from rollforward.rollout.actors import RolloutActor
@@ -172,9 +176,92 @@ def test_a_process_elsewhere_looks_for_its_programs_before_it_joins_or_opens(
         raise AssertionError("too early")
 
     with pytest.raises(BackendError, match=r"programs for the model of rank 1 of the learner \(vocab_size 384"):
-        rl_actors._joined("rank 1 of the learner", never, never, settings)
+        rl_actors._joined("rank 1 of the learner", never, check_policy, never, settings)
     with pytest.raises(BackendError, match=r"programs for the model of engine-7 \(vocab_size 512"):
         rollout_actors._built("engine-7", TILE, tiny_config(), never)
+
+
+def test_a_rank_looks_for_the_programs_of_student_and_teachers_before_it_joins(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a teacher of another width, and of the student as its own teacher."""
+    _pretend_hopper(monkeypatch, tmp_path)
+    run = small_run(tmp_path, model_dir, kernels={"linear_logprob": "tile"})
+    student, teacher = (
+        load_model_config(model_dir),
+        msgspec.structs.replace(load_model_config(model_dir), hidden_size=64),
+    )
+    settings = DistillSettings(
+        **policy_settings(run) | {"kernels": KernelBackends(linear_logprob="tile", reverse_kl="tile")},
+        loss=ReverseKL(),
+        keep_routing=True,
+        teachers={},
+        teacher_configs={"a": teacher},
+        teacher_urls={},
+        teacher_cache_dir="",
+        hidden_root="",
+        max_hidden_bytes=1,
+    )
+
+    def never(*_: object) -> Any:
+        raise AssertionError("too early")
+
+    def refused() -> str:
+        with pytest.raises(BackendError) as raised:
+            rl_actors._joined("rank 1 of the learner", never, DistillActor.__ray_actor_class__.check, never, settings)
+        return str(raised.value)
+
+    def warm(*widths: int) -> None:
+        for one in vocab_sweep.programs(student.vocab_size, *widths):
+            dispatch.path_of(one).parent.mkdir(exist_ok=True)
+            dispatch.path_of(one).touch()
+
+    assert "for the model of rank 1 of the learner beside teacher a (" in refused()
+    warm(student.hidden_size, teacher.hidden_size)
+    told = refused()
+    assert "kernels.reverse_kl is tile" in told
+    assert "for the model of rank 1 of the learner (" in told
+    warm(student.hidden_size, student.hidden_size)
+    told = refused()
+    assert "kernels.linear_logprob is tile" in told
+    assert "for teacher a of rank 1 of the learner (" in told
+    warm(teacher.hidden_size)
+    with pytest.raises(AssertionError, match="too early"):
+        rl_actors._joined("rank 1 of the learner", never, DistillActor.__ray_actor_class__.check, never, settings)
+
+
+@pytest.mark.parametrize("verb", ["train", "sft", "eval"])
+def test_a_judge_is_asked_for_its_formats_sizes_and_programs(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """The run's own model has all of its programs."""
+    _pretend_hopper(monkeypatch, tmp_path)
+    rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config = load_model_config(model_dir)
+    (tmp_path / "programs").mkdir()
+    for one in vocab_sweep.programs(config.vocab_size, config.hidden_size):
+        dispatch.path_of(one).touch()
+    words = {"train": LOOP, "sft": WORDS, "eval": EVAL}[verb][1:]
+    more = {
+        "train": [f"model_dir={model_dir}"],
+        "eval": [f"model_dir={model_dir}"],
+        "sft": [f"start={{type: checkpoint, model_dir: {model_dir}}}", "max_answer_tokens=8"],
+    }[verb]
+
+    def told(judge_dir: Path, precision: str) -> str:
+        judge = f"{{type: model, model_dir: {judge_dir}, precision: {precision}}}"
+        criteria = "[{name: right, text: It is right.}]"
+        reward = f"{{type: rubric, criteria: {criteria}, judge: {judge}, max_verdict_tokens: 64}}"
+        task = f"{{type: dataset, name: judged, path: {tmp_path / 'rows.jsonl'}, heldout_size: 4, reward: {reward}}}"
+        given = [verb, f"run_dir={tmp_path / precision}", f"tasks=[{task}]", *words, *more]
+        assert command_line([*given, "kernels.linear_logprob=tile"]) == 2
+        (line,) = (one for one in capsys.readouterr().err.splitlines() if "kernels" in one)
+        return line
+
+    assert f"kernels.linear_logprob is tile and precision of judge {model_dir} is fp32" in told(model_dir, "fp32")
+    other = write_model(tmp_path / "other", vocab_size=320)
+    assert "programs for judge-0 (vocab_size 320, " in told(other, "native")
 
 
 def test_every_rank_is_told_the_runs_forms(model_dir: Path, tmp_path: Path) -> None:

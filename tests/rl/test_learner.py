@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.encoding_version import APRIL, ENCODING_FILE, encoding_file, find_encoding_version
 from rollforward.model.errors import NonFiniteLossError
@@ -60,6 +61,7 @@ def _learner(model_dir: Path, precision: Precision = "native") -> Learner:
             precision=precision,
             temperature=1.0,
             threads=1,
+            kernels=KernelBackends(),
         )
     )
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import ray
 
+from rollforward.kernels.config import KernelBackends
 from rollforward.model.checkpoint import write_checkpoint
 from rollforward.model.errors import ConfigError, RankLostError
 from rollforward.model.train_config import AdamW
@@ -58,6 +59,7 @@ def _settings(model_dir: Path) -> LearnerSettings:
         precision="native",
         temperature=1.0,
         threads=1,
+        kernels=KernelBackends(),
     )
 
 
