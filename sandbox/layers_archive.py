@@ -24,10 +24,19 @@ from rollforward.sandbox.layers_tree import OPAQUE, Bounds, TreeWriter, parts_of
 
 _MAX_HEADER_BYTES: Final = 1 << 20
 """Of a member's long name or extended header."""
+_MAX_RECORDS: Final = 256
+"""Of an extended header."""
+_MAX_NUMBER_CHARS: Final = 64
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _HIDES, _HIDES_ALL, _RESERVED = ".wh.", ".wh..wh..opq", ".wh..wh."
+_OWN_HEADERS: Final = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+_LONG_NAMES: Final = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_HEADERS: Final = (*_OWN_HEADERS, *_LONG_NAMES, tarfile.XGLTYPE)
 _REGULAR: Final = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _OPAQUE_HEADER: Final = f"SCHILY.xattr.{OPAQUE}"
+_SPARSE: Final = "GNU.sparse."
+_KEPT_RECORDS: Final = ("path", "linkpath", "size", "mtime", _OPAQUE_HEADER)
+"""Of extended headers nothing else is held but that there was a record of a sparse file."""
 
 
 class Readable(Protocol):
@@ -138,7 +147,7 @@ def unpack(stream: Readable, writer: TreeWriter, bounds: Bounds) -> str:
     """
     counted = Hashed(stream, "sha256", bounds.max_bytes)
     try:
-        for info, data in _members(counted):
+        for info, data in _members(counted, bounds):
             _write(writer, info, data)
         counted.drain()
     except LayerError:
@@ -149,10 +158,12 @@ def unpack(stream: Readable, writer: TreeWriter, bounds: Bounds) -> str:
     return counted.hexdigest()
 
 
-def _members(stream: Hashed) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]]:
-    """The members and their bytes. Bytes that nobody took are skipped."""
+def _members(stream: Hashed, bounds: Bounds) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]]:
+    """The members and their bytes. Bytes that nobody took are skipped. Headers that say more of a member are as many as
+    there may be files."""
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
+    headers = 0
     while True:
         head = _exactly(stream, tarfile.BLOCKSIZE)
         if len(head) != tarfile.BLOCKSIZE:
@@ -160,11 +171,13 @@ def _members(stream: Hashed) -> Iterator[tuple[tarfile.TarInfo, Iterator[bytes]]
         if not any(head):
             return
         info = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
-        if info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
+        headers += info.type in _HEADERS
+        bounds.check(0, headers)
+        if info.type in _OWN_HEADERS:
             own |= _records(_long(stream, info))
         elif info.type == tarfile.XGLTYPE:
             shared |= _records(_long(stream, info))
-        elif info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+        elif info.type in _LONG_NAMES:
             key = "path" if info.type == tarfile.GNUTYPE_LONGNAME else "linkpath"
             own[key] = _long(stream, info).partition(b"\0")[0].decode("utf-8", "surrogateescape")
         else:
@@ -215,30 +228,46 @@ def _long(stream: Hashed, info: tarfile.TarInfo) -> bytes:
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """Of a pax header: `LENGTH KEY=VALUE\\n`, one after the other."""
+    """Of a pax header, `LENGTH KEY=VALUE\\n` one after the other: those that are used."""
     found: dict[str, str] = {}
-    while data.rstrip(b"\0"):
-        size, _, _ = data.partition(b" ")
-        if not size.isdigit() or not len(size) + 2 < int(size) <= len(data) or data[int(size) - 1 : int(size)] != b"\n":
+    start, end, total = 0, len(data.rstrip(b"\0")), 0
+    while start < end:
+        space = data.find(b" ", start, start + _MAX_NUMBER_CHARS)
+        size = data[start : max(start, space)]
+        stop = start + int(size) if size.isdigit() else 0
+        if not space + 2 < stop <= end or data[stop - 1 : stop] != b"\n":
             raise ValueError("an extended header is malformed")
-        key, equals, value = data[len(size) + 1 : int(size) - 1].partition(b"=")
+        key, equals, value = data[space + 1 : stop - 1].partition(b"=")
         if not equals:
             raise ValueError("an extended header is malformed")
-        found[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
-        data = data[int(size) :]
+        if (total := total + 1) > _MAX_RECORDS:
+            raise LayerError(f"a member has an extended header of more than {_MAX_RECORDS} records")
+        name = key.decode("utf-8", "surrogateescape")
+        if name in _KEPT_RECORDS:
+            found[name] = value.decode("utf-8", "surrogateescape")
+        elif name.startswith(_SPARSE):
+            found[_SPARSE] = ""
+        start = stop
     return found
 
 
 def _extend(info: tarfile.TarInfo, records: dict[str, str]) -> None:
     info.name = records.get("path", info.name)
     info.linkname = records.get("linkpath", info.linkname)
-    info.size = int(records.get("size", info.size))
-    info.mtime = float(records.get("mtime", info.mtime))
+    info.size = int(_number(records, "size", info.size))
+    info.mtime = float(_number(records, "mtime", info.mtime))
     info.pax_headers = records
     if info.size < 0:
         raise ValueError(f"member {info.name[:200]!r} has {info.size} bytes")
-    if info.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse.") for key in records):
+    if info.type == tarfile.GNUTYPE_SPARSE or _SPARSE in records:
         raise LayerError(f"{info.name[:200]!r} is a sparse file. Make the archive without (tar without --sparse)")
+
+
+def _number(records: dict[str, str], name: str, otherwise: float) -> str | float:
+    value = records.get(name, otherwise)
+    if isinstance(value, str) and len(value) > _MAX_NUMBER_CHARS:
+        raise ValueError(f"a member has a {name} of {len(value)} characters")
+    return value
 
 
 def _write(writer: TreeWriter, info: tarfile.TarInfo, data: Iterator[bytes]) -> None:

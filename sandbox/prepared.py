@@ -7,9 +7,15 @@
       1f2e...state     how that ended: the snapshot, or why there is none
       9f86d0...        the snapshot itself, where it is large (`blobs.py`)
 
-Who makes it may be killed: nobody had begun with it, and the next one makes it anew. Commands that fail say something
-about the data, the same to all; a platform that fails says nothing, and is asked again. Not here: the trajectories
+Who makes it may be killed: nobody had begun with it, and the next one makes it anew. Not here: the trajectories
 (`tenancy.py`).
+
+| how a command ended, or what happened             | what follows                                                   |
+|---------------------------------------------------|----------------------------------------------------------------|
+| another exit status, or no room for its files     | the data's fault, written down: the same to all                |
+| out of time or memory, killed, the sandbox is     | all of it again in another sandbox, `config.attempts` times;   |
+| gone, or the platform failed                      | then lost, and nothing is written down                         |
+| nobody answered, or there was no room             | asked again, up to `config.attempts` times                     |
 """
 
 import asyncio
@@ -19,9 +25,9 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -29,7 +35,13 @@ from rollforward.sandbox.blobs import BlobStore
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.command_records import SnapshotRecord, files_digest, spec_digest
 from rollforward.sandbox.config import ContainerConfig
-from rollforward.sandbox.errors import CommandLogWriteError, SandboxFileError
+from rollforward.sandbox.errors import (
+    CommandLogWriteError,
+    SandboxBusyError,
+    SandboxConnectionError,
+    SandboxFileError,
+    SandboxGoneError,
+)
 from rollforward.sandbox.files import read_regular, sync_directory
 from rollforward.sandbox.tenancy import LostError, UnfitFilesError, in_thread
 from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec
@@ -37,7 +49,12 @@ from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec
 _MAX_STATE_BYTES: Final = 1 << 20
 _LOOK_S: Final = 0.05
 _SHOWN_BYTES: Final = 400
-_PLATFORM: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD)
+_DATA: Final = (ExecStatus.EXIT, ExecStatus.DISK_FULL)
+"""How commands end that say something about the data; how busy a machine is has a say in the others."""
+_PAUSE_S: Final = 1.0
+"""Before something is asked again; twice as long each time."""
+
+_T = TypeVar("_T")
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,20 +108,28 @@ class Preparation:
         state = await in_thread(self._read)
         if state is None:
             async with self._alone():
-                state = await in_thread(self._read) or await self._make()
+                state = await in_thread(self._read) or await self._made()
         if state.record is None:
             raise UnfitFilesError(state.problem)
         return state.record
 
+    async def _made(self) -> _State:
+        for _ in range(self._config.attempts - 1):
+            with contextlib.suppress(LostError, SandboxGoneError):
+                return await self._make()
+        return await self._make()
+
     async def _make(self) -> _State:
-        sandbox = await self._client.create(f"prepare-{self.digest.hex()[:16]}-{secrets.token_hex(8)}", self._spec)
+        sandbox_id = f"prepare-{self.digest.hex()[:16]}-{secrets.token_hex(8)}"
+        sandbox = await self._patiently(lambda: self._client.create(sandbox_id, self._spec))
         try:
             record, problem = None, ""
             try:
-                await sandbox.upload(self._files)
+                await self._patiently(lambda: sandbox.upload(self._files))
                 problem = await self._run(sandbox)
                 if not problem:
-                    taken = await sandbox.snapshot(max_bytes=self._config.max_snapshot_bytes)
+                    most = self._config.max_snapshot_bytes
+                    taken = await self._patiently(lambda: sandbox.snapshot(max_bytes=most))
                     store = BlobStore(self._directory, sync=self._sync)
                     stored = await in_thread(lambda: store.put(taken.data))
                     record = SnapshotRecord(taken.kind, taken.image, stored, is_shared=True)
@@ -120,14 +145,25 @@ class Preparation:
     async def _run(self, sandbox: Sandbox) -> str:
         """Runs the commands; why one failed, or nothing."""
         for number, words in enumerate(self._commands):
-            result = await sandbox.exec(ExecRequest(argv=words), key=f"prepare{number}")
-            if result.status in _PLATFORM:
-                raise LostError(f"preparing the sandbox failed: {result.detail or result.status.value}")
-            if result.status is not ExecStatus.OK:
-                said = (result.stderr or result.stdout)[-_SHOWN_BYTES:].decode("utf-8", "replace").strip()
-                how = result.status.value if result.exit_code is None else f"status {result.exit_code}"
-                return f"prepare: {json.dumps(words)} ended with {how}{f': {said}' if said else ''}"
+            request, key = ExecRequest(argv=words), f"prepare{number}"
+            result = await self._patiently(lambda request=request, key=key: sandbox.exec(request, key=key))
+            if result.status is ExecStatus.OK:
+                continue
+            said = (result.stderr or result.stdout)[-_SHOWN_BYTES:].decode("utf-8", "replace").strip() or result.detail
+            how = result.status.value if result.exit_code is None else f"status {result.exit_code}"
+            problem = f"prepare: {json.dumps(words)} ended with {how}{f': {said}' if said else ''}"
+            if result.status not in _DATA:
+                raise LostError(problem)
+            return problem
         return ""
+
+    async def _patiently(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Asks something that is safe to repeat, again where nobody answered or there was no room."""
+        for attempt in range(self._config.attempts - 1):
+            with contextlib.suppress(SandboxConnectionError, SandboxBusyError):
+                return await ask()
+            await asyncio.sleep(_PAUSE_S * 2**attempt)
+        return await ask()
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncGenerator[None]:

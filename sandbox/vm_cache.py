@@ -5,15 +5,18 @@
         DIGESTS                       their digests, by which it is believed; written last
 
 A directory gets its name when it is whole, so processes may make the same one at a time: the first wins. One that is
-damaged is made anew. Everything here may be removed at any time while no supervisor runs.
+damaged is made anew. Whoever was given one holds its lock, shared, until its process ends: others leave it alone.
+Everything here may be removed at any time while no supervisor runs.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +28,13 @@ CACHE: Final = Path.home() / ".cache" / "rollforward" / "vm"
 _DIGESTS: Final = "DIGESTS"
 _KEEP_UNUSED_S: Final = 2 * 86400.0
 
+_held: dict[Path, int] = {}
+"""Descriptors of the directories that this process was given, which hold their locks."""
+_holding: Final = threading.Lock()
+
 
 def prepared(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """A directory of this kind and key, made if there is none that is whole.
+    """A directory of this kind and key, made if there is none that is whole; it stays as long as this process lives.
 
     Args:
         kind: what it is, for people; letters and '-'.
@@ -39,7 +46,7 @@ def prepared(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     """
     home = CACHE / f"{kind}-{key}"
     try:
-        if not _is_whole(home):
+        while not (_hold(home) and _is_whole(home)):
             _make(kind, home, make)
         os.utime(home)
         _forget_unused(kind, home)
@@ -51,12 +58,14 @@ def prepared(kind: str, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def found(kind: str, key: str) -> Path | None:
-    """The directory of this kind and key, if there is one that is whole."""
+    """The directory of this kind and key, if there is one that is whole; it stays as long as this process lives."""
     home = CACHE / f"{kind}-{key}"
-    if not _is_whole(home):
-        return None
-    with contextlib.suppress(OSError):
+    try:
+        if not (_hold(home) and _is_whole(home)):
+            return None
         os.utime(home)
+    except OSError:
+        return None
     return home
 
 
@@ -96,6 +105,22 @@ def _make(kind: str, home: Path, make: Callable[[Path], None]) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _hold(home: Path) -> bool:
+    """Hold a directory's lock, shared, until this process ends; whether it is there."""
+    with _holding:
+        while True:
+            try:
+                if home in _held and os.path.samestat(os.fstat(_held[home]), home.stat()):
+                    return True
+                descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if home in _held:
+                os.close(_held[home])
+            _held[home] = descriptor  # looked at once more: it may have been removed meanwhile
+
+
 def _is_whole(home: Path) -> bool:
     try:
         digests: dict[str, str] = json.loads((home / _DIGESTS).read_bytes())
@@ -114,4 +139,17 @@ def _forget_unused(kind: str, but: Path) -> None:
         for path in CACHE.glob(pattern):
             with contextlib.suppress(OSError):
                 if path != but and time.time() - path.stat().st_mtime > _KEEP_UNUSED_S:
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove_unheld(kind, path)
+
+
+def _remove_unheld(kind: str, path: Path) -> None:
+    """Remove a directory if no process holds its lock."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Renamed first: one of its name is there whole or not at all, and who waits for its lock sees that it is gone.
+        gone = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=CACHE)) / path.name
+        path.rename(gone)
+        shutil.rmtree(gone.parent, ignore_errors=True)
+    finally:
+        os.close(descriptor)

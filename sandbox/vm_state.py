@@ -4,10 +4,11 @@ In a supervisor both are sealed files without a name: an emulator maps the memor
 write neither. In the user's cache the memory is kept without its empty pages.
 """
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -53,12 +54,25 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
+def write_at(descriptor: int, data: bytes, start: int) -> None:
+    """Write all of the bytes from a place of a file on.
+
+    Raises:
+        OSError: there is no room, for all of them or for some.
+    """
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, start)
+        left, start = left[written:], start + written
+
+
 def file_of(data: bytes) -> int:
-    """A descriptor of a file without a name that holds these bytes, to be read from its beginning."""
-    descriptor = memory_file(0)
-    system.write_all(descriptor, data)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
+    """A descriptor of a file without a name that holds these bytes, to be read from its beginning.
+
+    Raises:
+        SandboxUnavailableError: there is no room.
+    """
+    return _filled(0, [(0, data)])
 
 
 def content(descriptor: int, max_bytes: int) -> bytes:
@@ -66,12 +80,17 @@ def content(descriptor: int, max_bytes: int) -> bytes:
 
     Raises:
         SandboxFileError: it is more.
+        SandboxUnavailableError: it cannot be read.
     """
     size = os.fstat(descriptor).st_size
     if size > max_bytes:
         raise SandboxFileError(f"sandbox: the machine has {size} bytes, more than {max_bytes}")
-    parts = [os.pread(descriptor, _READ_BYTES, start) for start in range(0, size, _READ_BYTES)]
-    return b"".join(parts)
+    try:
+        return b"".join(_parts(descriptor, size))
+    except OSError as error:
+        raise SandboxUnavailableError(
+            f"sandbox: a machine's state cannot be read: {error.strerror or error}. Look at the disk"
+        ) from None
 
 
 def last_line(console: int) -> str:
@@ -82,11 +101,12 @@ def last_line(console: int) -> str:
 
 
 def copy(memory: int, size: int) -> int:
-    """A descriptor of a copy of a machine's memory that can be written."""
-    descriptor = memory_file(size)
-    for start, data in _runs(memory):
-        os.pwrite(descriptor, data, start)
-    return descriptor
+    """A descriptor of a copy of a machine's memory that can be written.
+
+    Raises:
+        SandboxUnavailableError: there is no room.
+    """
+    return _filled(size, _runs(memory))
 
 
 def keep(state: State, home: Path) -> None:
@@ -102,7 +122,7 @@ def keep(state: State, home: Path) -> None:
             out.write(data)
     (home / "runs").write_text(json.dumps(runs), encoding="utf-8")
     size = os.fstat(state.devices).st_size
-    (home / "devices").write_bytes(os.pread(state.devices, size, 0))
+    (home / "devices").write_bytes(b"".join(_parts(state.devices, size)))
 
 
 def load(home: Path, memory_bytes: int) -> State:
@@ -124,6 +144,34 @@ def load(home: Path, memory_bytes: int) -> State:
     seal(state.memory)
     seal(state.devices)
     return state
+
+
+def _filled(size: int, runs: Iterable[tuple[int, bytes]]) -> int:
+    """A descriptor of a file without a name, of so many bytes at least, that holds these (offset, bytes)."""
+    descriptor = -1
+    try:
+        descriptor = memory_file(size)
+        for start, data in runs:
+            write_at(descriptor, data, start)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise SandboxUnavailableError(
+            f"sandbox: a machine's memory cannot be copied: {error.strerror or error}. Make room: machines are held in"
+            " memory"
+        ) from None
+    return descriptor
+
+
+def _parts(descriptor: int, size: int) -> Iterator[bytes]:
+    """The first bytes of a file, however few are had at a time."""
+    start = 0
+    while start < size:
+        data = os.pread(descriptor, min(_READ_BYTES, size - start), start)
+        if not data:
+            raise OSError(errno.EIO, f"it ends after {start} of {size} bytes")
+        yield data
+        start += len(data)
 
 
 def _runs(memory: int) -> Iterator[tuple[int, bytes]]:

@@ -269,6 +269,79 @@ def test_long_headers_and_bombs_are_refused_before_they_are_held(
     assert not list((store.directory / "making").iterdir())
 
 
+def header(data: bytes, kind: bytes = b"x") -> bytes:
+    """An extended header before a member."""
+    info = tarfile.TarInfo("h")
+    info.type, info.size = kind, len(data)
+    return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % 512)
+
+
+def record(key: str, value: str) -> bytes:
+    """Of an extended header."""
+    said = f" {key}={value}\n".encode()
+    size = len(said) + 1
+    while len(str(size)) + len(said) != size:
+        size += 1
+    return str(size).encode() + said
+
+
+def test_headers_without_members_end_as_files_would(store: LayerStore, tmp_path: Path) -> None:
+    for kind in (b"x", b"g", b"L", b"K"):
+        bomb = header(record("comment", "c"), kind) * 2001 + tar(member("a"))
+        with pytest.raises(LayerError, match="more than 2000 files"):
+            one(store, saved(tmp_path, bomb))
+    within = header(record("comment", "c")) * 1999 + tar(member("a"))
+    assert (one(store, saved(tmp_path, within)).directory / "a").is_file()
+
+
+def test_records_are_read_once_and_only_those_of_use_are_held(store: LayerStore, tmp_path: Path) -> None:
+    """Global ones, other at each member, would be held to the end and looked through at every member."""
+    most = b"6 k=v\n" * (MIB // 6)
+    with pytest.raises(LayerError, match="extended header of more than 256 records"):
+        one(store, saved(tmp_path, header(most) + tar(member("a"))))
+    held: list[int] = []
+    extend = layers_archive._extend
+
+    def watched(info: tarfile.TarInfo, records: dict[str, str]) -> None:
+        held.append(len(records))
+        extend(info, records)
+
+    bomb = b"".join(
+        header(b"".join(record(f"k{n}.{i}", "v" * 300) for i in range(200)), b"g") + tar(member(f"f{n}", b"x"))[:1024]
+        for n in range(50)
+    )
+    path = saved(tmp_path, bomb + bytes(1024))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers_archive, "_extend", watched)
+        tree = one(store, path).directory
+    assert len(list(tree.iterdir())) == 50
+    assert max(held) == 0
+
+
+def test_records_of_use_count_in_their_order_and_malformed_ones_do_not(store: LayerStore, tmp_path: Path) -> None:
+    shared = header(record("path", "shared") + record("mtime", "5.5"), b"g")
+    own = header(record("path", "first") + record("comment", "x" * 5000) + record("path", "own"))
+    tree = one(store, saved(tmp_path, shared + own + tar(member("a"))[:512] + tar(member("b")))).directory
+    assert sorted(path.name for path in tree.iterdir()) == ["own", "shared"]
+    assert (tree / "own").stat().st_mtime == 5
+    for bad in (
+        b"0 a=b\n",
+        b"6 a=b",
+        b"6 a=bb\n",
+        b"9 a=b\n",
+        b" a=b\n",
+        b"-6 a=b\n",
+        b"5 ab\n",
+        b"1" * 70,
+        b"99999999999 a=b\n",
+    ):
+        with pytest.raises(LayerError, match=r"malformed|no whole"):
+            one(store, saved(tmp_path, header(bad) + tar(member("a"))))
+    for key in ("size", "mtime"):
+        with pytest.raises(LayerError, match=f"a {key} of 100 characters"):
+            one(store, saved(tmp_path, header(record(key, "1" * 100)) + tar(member("a"))))
+
+
 def test_setuid_and_what_its_owner_could_not_read(store: LayerStore, tmp_path: Path) -> None:
     tree = one(
         store,

@@ -7,16 +7,20 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
+from rollforward.sandbox import prepared
 from rollforward.sandbox.client import SandboxClient, SocketTransport
 from rollforward.sandbox.command_log import read_log
+from rollforward.sandbox.command_records import SnapshotRecord
+from rollforward.sandbox.errors import SandboxBusyError, SandboxConnectionError
 from rollforward.sandbox.homes import Home
 from rollforward.sandbox.prepared import Preparation
-from rollforward.sandbox.types import CallStatus
+from rollforward.sandbox.types import CallStatus, SandboxSpec
 from tests.helpers.sandboxes import wait_for
 from tests.helpers.trajectories import CONFIG, FILES, Trajectory, mark, spec_in, supervised
 
@@ -110,7 +114,6 @@ def test_a_later_life_must_begin_alike(home: Home, folder: Path) -> None:
     [
         (("sh", "-c", "echo no such thing >&2; exit 3"), "ended with status 3: no such thing"),
         (("absent-program",), "ended with status 127"),
-        (("sh", "-c", "exec sleep 60"), "ended with timeout"),
     ],
 )
 def test_a_command_that_fails_is_the_datas_fault_for_all_alike(
@@ -138,6 +141,77 @@ def test_a_command_that_fails_is_the_datas_fault_for_all_alike(
     assert len(set(found)) == 1
     assert said in found[0][0]
     assert found[0][1]
+
+
+def test_a_command_that_is_out_of_time_is_asked_again_and_then_lost_with_nothing_written(
+    home: Home, folder: Path
+) -> None:
+    spec = spec_in(folder)
+    spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, wall_s=0.5))
+    config = msgspec.structs.replace(CONFIG, attempts=2)
+
+    async def life(client: SandboxClient, name: str) -> tuple[str, bool]:
+        commands = [("sh", "-c", "exec sleep 60")]
+        begin = Preparation(
+            client, folder / "prepared", spec=spec, files={}, commands=commands, config=config, sync=False
+        )
+        trajectory = Trajectory(home, folder, name)
+        trajectory.spec = spec
+        session = await trajectory.open(client, begin=begin)
+        result = (await session.call("t1c0", mark("m"))).result
+        assert (result.status, result.text) == (CallStatus.INFRA, "")
+        await session.close()
+        return result.detail, session.is_data_fault
+
+    detail, is_data_fault = asked(home, lambda client: life(client, "s12-p0-m0"))
+    assert "ended with timeout" in detail
+    assert not is_data_fault
+    assert not list((folder / "prepared").glob("*.state"))
+
+
+class Failing:
+    """A client, and its sandboxes, of whom nobody answers the first time that each thing is asked."""
+
+    def __init__(self, client: SandboxClient) -> None:
+        self._client = client
+        self.asked: list[str] = []
+        self.sandboxes: set[str] = set()
+
+    def _fail_first(self, what: str) -> None:
+        self.asked.append(what)
+        if self.asked.count(what) == 1:
+            raise (SandboxBusyError if what == "create" else SandboxConnectionError)(what)
+
+    async def create(self, sandbox_id: str, spec: SandboxSpec) -> Any:
+        self.sandboxes.add(sandbox_id)
+        self._fail_first("create")
+        sandbox = await self._client.create(sandbox_id, spec)
+
+        def asking(name: str) -> Callable[..., Awaitable[Any]]:
+            async def ask(*args: Any, **named: Any) -> Any:
+                answer = await getattr(sandbox, name)(*args, **named)
+                self._fail_first(f"{name} {named.get('key', '')}")  # it has happened, and nobody hears of it
+                return answer
+
+            return ask
+
+        names = ("upload", "exec", "snapshot")
+        return SimpleNamespace(close=sandbox.close, **{name: asking(name) for name in names})
+
+
+def test_who_does_not_answer_is_asked_again(home: Home, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_PAUSE_S", 0.01)
+
+    async def work(client: SandboxClient) -> tuple[Failing, SnapshotRecord]:
+        failing = Failing(client)
+        return failing, await preparation(failing, folder).record()  # type: ignore[arg-type]
+
+    failing, record = asked(home, work)
+    asks = ["create", "upload ", "exec prepare0", "exec prepare1", "snapshot "]
+    assert failing.asked == [one for one in asks for _ in range(2)]
+    assert len(failing.sandboxes) == 1
+    assert record.is_shared
+    assert members(home, folder, COMMANDS, ["s12-p0-m0"])[0][0] == "2", "the first command ran once"
 
 
 def test_a_state_that_is_too_large_is_the_datas_fault(home: Home, folder: Path) -> None:

@@ -63,15 +63,28 @@ def test_one_that_cannot_be_made_leaves_nothing(cache: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
-def test_others_that_nobody_used_for_days_go(cache: Path) -> None:
-    old = vm_cache.prepared("thing", "2" * 32, lambda scratch: (scratch / "f").touch())
-    other = vm_cache.prepared("other", "2" * 32, lambda scratch: (scratch / "f").touch())
-    for path in (old, other):
-        os.utime(path, (1e9, 1e9))
-    new = vm_cache.prepared("thing", "3" * 32, lambda scratch: (scratch / "f").touch())
+def test_others_that_nobody_used_for_days_go_once_their_processes_have_ended(cache: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from rollforward.sandbox import vm_cache\n"
+        "vm_cache.CACHE = Path(sys.argv[1])\n"
+        "for kind in ('thing', 'other'):\n"
+        "    vm_cache.prepared(kind, '2' * 32, lambda scratch: (scratch / 'f').touch())\n"
+        "print(vm_cache.found('thing', '2' * 32), flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(cache)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        old, other = Path(user.stdout.readline().strip()), cache / f"other-{'2' * 32}"
+        for path in (old, other):
+            os.utime(path, (1e9, 1e9))
+        new = vm_cache.prepared("thing", "3" * 32, lambda scratch: (scratch / "f").touch())
+        assert old.exists(), "a process that lives was given it"
+        user.communicate()
+    vm_cache.prepared("thing", "3" * 32, lambda scratch: (scratch / "f").touch())
     assert new.is_dir()
     assert not old.exists()
     assert other.exists()
+    assert sorted(path.name for path in cache.iterdir()) == [other.name, new.name]
 
 
 @pytest.mark.parametrize("missing", ["apt-get", "dpkg-deb"])
@@ -135,6 +148,40 @@ def test_a_state_keeps_every_byte_and_no_empty_page(tmp_path: Path) -> None:
         vm_state.content(devices, 3)
     assert vm_state.content(devices, 7) == b"devices"
     vm_state.close_all([memory, devices, copied, *loaded])
+
+
+def test_what_is_read_and_written_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that takes some of the bytes of a call."""
+    data = os.urandom(3 * 4096 + 5)
+    write, read = os.pwrite, os.pread
+    monkeypatch.setattr(os, "pwrite", lambda file, part, start: write(file, part[:1000], start))
+    monkeypatch.setattr(os, "pread", lambda file, size, start: read(file, min(size, 4096), start))
+    one = vm_state.file_of(data)
+    assert vm_state.content(one, len(data)) == data
+    assert os.read(one, len(data)) == data, "it is at its beginning"
+    copied = vm_state.copy(one, 4 * 4096)
+    assert vm_state.content(copied, 4 * 4096) == data + bytes(4096 - 5)
+    vm_state.keep(State(copied, one), tmp_path)
+    assert (tmp_path / "devices").read_bytes() == data
+    vm_state.close_all([one, copied])
+
+
+def test_without_room_for_a_state_it_is_told_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = vm_state.file_of(b"x" * 5000)
+    before = set(os.listdir("/proc/self/fd"))
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for ask in (lambda: vm_state.copy(memory, 8192), lambda: vm_state.file_of(b"x")):
+        with pytest.raises(SandboxUnavailableError, match=r"No space left on device\. Make room"):
+            ask()
+    monkeypatch.setattr(os, "pread", full)
+    with pytest.raises(SandboxUnavailableError, match="No space left on device"):
+        vm_state.content(memory, 5000)
+    assert set(os.listdir("/proc/self/fd")) == before
+    os.close(memory)
 
 
 def test_a_state_that_is_cut_is_told(tmp_path: Path) -> None:
