@@ -20,11 +20,13 @@ from rollforward.sandbox.vm import Disk, Layout
 from rollforward.sandbox.vm_machine import SYSTEM, Machine, saved_data, spec_key
 from rollforward.sandbox.warm_template import USERS, WarmTemplate
 
-_MAX_PREPARED: Final = 4
-"""Kinds of sandboxes whose states are kept in a supervisor; the last ones asked for."""
+_MAX_STATES: Final = 4
+"""States that a supervisor keeps, of layouts that have booted, and as many of kinds of sandboxes; the last ones asked
+for."""
 
 MachineT = TypeVar("MachineT", bound=Machine)
 StateT = TypeVar("StateT")
+KeyT = TypeVar("KeyT")
 
 
 class MachineSubstrate(Generic[MachineT, StateT]):
@@ -50,7 +52,7 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         self._template: WarmTemplate | None = None
         self._boot: vm_image.Boot | None = None
         self._program = ""
-        self._states: dict[Layout, StateT] = {}
+        self._states: OrderedDict[Layout, StateT] = OrderedDict()
         self._prepared: OrderedDict[tuple[Layout, str], StateT] = OrderedDict()
         self._starting, self._booting, self._preparing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._machines: dict[str, MachineT] = {}
@@ -81,23 +83,26 @@ class MachineSubstrate(Generic[MachineT, StateT]):
             raise ValueError(f"there is a machine {sandbox_id!r}; kill it first")
         template = await self._warm()
         layout, state = await self._state(template, spec)
-        data = None if saved is None else saved_data(saved, spec, layout)
-        machine = self.make(sandbox_id, spec, layout)
-        machine.platform = f"{spec.substrate} ({layout.accelerator})"
         try:
-            if data is not None:
-                await self.go_on(machine, template, data)
-            elif snapshot:
-                await self.begin(machine, template, state, codes, snapshot)
-            else:
-                prepared = await self._prepare(machine, template, state, codes)
-                try:
-                    await self.fork(machine, template, prepared)
-                finally:
-                    self.release(prepared)
-        except BaseException:
-            await machine.kill()
-            raise
+            data = None if saved is None else saved_data(saved, spec, layout)
+            machine = self.make(sandbox_id, spec, layout)
+            machine.platform = f"{spec.substrate} ({layout.accelerator})"
+            try:
+                if data is not None:
+                    await self.go_on(machine, template, data)
+                elif snapshot:
+                    await self.begin(machine, template, state, codes, snapshot)
+                else:
+                    prepared = await self._prepare(machine, template, state, codes)
+                    try:
+                        await self.fork(machine, template, prepared)
+                    finally:
+                        self.release(prepared)
+            except BaseException:
+                await machine.kill()
+                raise
+        finally:
+            self.release(state)
         return machine
 
     async def close(self) -> None:
@@ -250,27 +255,24 @@ class MachineSubstrate(Generic[MachineT, StateT]):
                     self._prepared[key] = await self.prepare(machine, template, state, codes)
                 finally:
                     await machine.kill()
-            self._prepared.move_to_end(key)
-            while len(self._prepared) > _MAX_PREPARED:
-                self.release(self._prepared.popitem(last=False)[1])
-            return self.share(self._prepared[key])
+            return self._latest(self._prepared, key)
 
     async def _state(self, template: WarmTemplate, spec: SandboxSpec) -> tuple[Layout, StateT]:
-        """The state that machines of a spec go on from, made if there is none yet."""
+        """The state that machines of a spec go on from, made if there is none yet; the caller releases it."""
         async with self._booting:
             while True:
                 layout = await asyncio.to_thread(self.layout, spec, self._accelerators[0])
-                if layout in self._states:
-                    return layout, self._states[layout]
-                try:
-                    self._states[layout] = await self._kept(template, layout, spec)
-                except SandboxUnavailableError:
-                    if len(self._accelerators) == 1:
-                        raise
-                    self._accelerators = self._accelerators[1:]  # it is there and does not work: it never does
+                if layout not in self._states:
+                    state = await self._kept(template, layout, spec)
+                    if state is None:
+                        self._accelerators = self._accelerators[1:]  # it is there and does not work: it never does
+                        continue
+                    self._states[layout] = state
+                return layout, self._latest(self._states, layout)
 
-    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> StateT:
-        """The state of this user's cache, booted if there is none."""
+    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> StateT | None:
+        """The state of this user's cache, booted if there is none; None where the first accelerator boots none, and
+        there is another."""
         assert self._boot is not None
         key = layout.key()
         if (home := await asyncio.to_thread(vm_cache.found, self.kind, key)) is not None:
@@ -279,7 +281,26 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         machine = self.make(f"boot-{self._number}", spec, layout)
         try:
             state = await self.boot(machine, template, self._boot)
+        except SandboxUnavailableError:
+            if len(self._accelerators) == 1 or template.died.done():  # the template's death says nothing about it
+                raise
+            return None
         finally:
             await machine.kill()
-        await asyncio.to_thread(vm_cache.prepared, self.kind, key, lambda scratch: self.keep(state, scratch))
+        keeping = asyncio.ensure_future(
+            asyncio.to_thread(vm_cache.prepared, self.kind, key, lambda scratch: self.keep(state, scratch))
+        )
+        try:
+            await asyncio.shield(keeping)
+        except BaseException:
+            await asyncio.wait([keeping])  # it reads the state to its end, whoever is cancelled
+            self.release(state)
+            raise
         return state
+
+    def _latest(self, states: OrderedDict[KeyT, StateT], key: KeyT) -> StateT:
+        """A state that is kept, shared; those that were asked for longest ago are let go."""
+        states.move_to_end(key)
+        while len(states) > _MAX_STATES:
+            self.release(states.popitem(last=False)[1])
+        return self.share(states[key])

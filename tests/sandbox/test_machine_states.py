@@ -1,0 +1,162 @@
+"""Proves: an accelerator is given up only where a boot with it fails, whatever else goes wrong; few states are kept,
+the last ones asked for; and none of their descriptors is left open.
+
+Emulators are scripted here; that real ones boot, wait and go on is proven in test_machines.py.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollforward.sandbox import vm, vm_cache, vm_state
+from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.images import Images
+from rollforward.sandbox.microvm import MicroVm, MicroVmSubstrate
+from rollforward.sandbox.types import SandboxSpec
+from rollforward.sandbox.vm import Layout
+from rollforward.sandbox.vm_state import State
+from tests.helpers.containers import SMALL
+
+SPEC = SandboxSpec(substrate="microvm", limits=SMALL)
+
+
+class Scripted(MicroVmSubstrate):
+    """Boots by script; everything else is real."""
+
+    def __init__(self, fails: Callable[[str], bool]) -> None:
+        super().__init__(Images({}), label=f"test-{os.getpid()}", max_sandboxes=2)
+        self.fails, self.booted = fails, list[str]()
+        self.state = State(-1, -1)
+        self._boot = object()  # type: ignore[assignment]
+        self.template: Any = SimpleNamespace(died=asyncio.get_running_loop().create_future())
+
+    @property
+    def accelerators(self) -> list[str]:
+        return self._accelerators
+
+    def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
+        return Layout("/bin/true", accelerator, vm.guest_bytes(spec), (), "")
+
+    async def boot(self, machine: MicroVm, template: Any, boot: Any) -> State:
+        self.booted.append(machine.layout.accelerator)
+        if self.fails(machine.layout.accelerator):
+            raise SandboxUnavailableError("sandbox: a machine did not boot")
+        return State(vm_state.file_of(b"memory"), vm_state.file_of(b"devices"))
+
+    async def ask(self, spec: SandboxSpec = SPEC) -> State:
+        return (await self._state(self.template, spec))[1]
+
+
+@pytest.fixture(autouse=True)
+def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vm_cache, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(vm, "accelerators", lambda: ["kvm", "tcg"])
+
+
+def open_files() -> set[str]:
+    """Files without a name that this process has open, but for directories that it holds."""
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return {name for name in names if "memfd" in (os.readlink(name) if os.path.lexists(name) else "")}
+
+
+def larger(number: int) -> SandboxSpec:
+    limits = msgspec.structs.replace(SMALL, memory_bytes=SMALL.memory_bytes + number * (64 << 20))
+    return msgspec.structs.replace(SPEC, limits=limits)
+
+
+def test_an_accelerator_that_boots_nothing_is_given_up() -> None:
+    async def go() -> None:
+        substrate = Scripted(lambda accelerator: accelerator == "kvm")
+        vm_state.close_all(await substrate.ask())
+        assert substrate.booted == ["kvm", "tcg"]
+        assert substrate.accelerators == ["tcg"]
+        substrate.fails = lambda _: True
+        with pytest.raises(SandboxUnavailableError, match="did not boot"):
+            await substrate.ask(larger(1))
+        await substrate.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("trouble", ["room", "cache", "template", "load"])
+def test_whatever_else_goes_wrong_is_told_and_leaves_accelerators_and_descriptors(
+    monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise SandboxUnavailableError("sandbox: no room in the cache")
+
+    async def go() -> None:
+        substrate = Scripted(lambda _: trouble == "template")
+        before = open_files()
+        with monkeypatch.context() as patch:
+            if trouble == "room":
+                for number in range(2):
+                    substrate.make(f"m-{number}", SPEC, substrate.layout(SPEC, "kvm"))
+            elif trouble == "cache":
+                patch.setattr(vm_cache, "prepared", fail)
+            elif trouble == "template":
+                substrate.template.died.set_result(None)
+            else:
+                patch.setattr(vm_cache, "found", lambda *_: Path("/nowhere"))
+            with pytest.raises(SandboxUnavailableError):
+                await substrate.ask()
+        assert substrate.accelerators == ["kvm", "tcg"]
+        assert open_files() == before
+        await substrate.close()
+
+    asyncio.run(go())
+
+
+def test_whoever_is_cancelled_while_a_state_is_kept_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        substrate, started, end = Scripted(lambda _: False), asyncio.Event(), asyncio.Event()
+        loop, before = asyncio.get_running_loop(), open_files()
+        read: list[bytes] = []
+
+        def slow(kind: str, key: str, make: Callable[[Path], None]) -> None:
+            loop.call_soon_threadsafe(started.set)
+            asyncio.run_coroutine_threadsafe(end.wait(), loop).result()
+            read.append(vm_state.content(substrate.state.devices, 99))
+
+        async def boot(*arguments: Any) -> State:
+            substrate.state = await Scripted.boot(substrate, *arguments)
+            return substrate.state
+
+        monkeypatch.setattr(vm_cache, "prepared", slow)
+        monkeypatch.setattr(substrate, "boot", boot)
+        asking = asyncio.ensure_future(substrate.ask())
+        await started.wait()
+        asking.cancel()
+        loop.call_later(0.05, end.set)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert read == [b"devices"], "its descriptors were open as long as they were read"
+        assert open_files() == before
+        await substrate.close()
+
+    asyncio.run(go())
+
+
+def test_the_last_states_are_kept_and_those_that_were_handed_out_stay() -> None:
+    async def go() -> None:
+        before = open_files()
+        substrate = Scripted(lambda _: False)
+        given = [await substrate.ask(larger(number)) for number in range(5)]
+        assert len(open_files() - before) == 2 * (5 + 4)
+        vm_state.close_all(await substrate.ask(larger(1)))
+        assert len(substrate.booted) == 5, "it is kept"
+        vm_state.close_all(await substrate.ask(larger(0)))
+        assert len(substrate.booted) == 5, "let go, and in the user's cache"
+        assert [vm_state.content(state.devices, 99) for state in given] == [b"devices"] * 5
+        for state in given:
+            vm_state.close_all(state)
+        await substrate.close()
+        assert open_files() == before
+
+    asyncio.run(go())
