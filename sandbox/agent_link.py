@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import Self
+from typing import Final, Self
 
 from rollforward.sandbox.errors import SandboxGoneError
 from rollforward.sandbox.inside import frames
@@ -12,25 +12,42 @@ from rollforward.sandbox.inside import frames
 Answer = tuple[frames.Head, list[bytes]]
 """What an agent says: its JSON and its bytes."""
 
+_MAX_HEAD_BYTES: Final = 2 << 20
+"""Of the JSON of a message: an error that a whole report of a command's process is quoted in has less."""
+_MAX_WORDS: Final = 1 << 16
+_MAX_STRAYS: Final = 1 << 17
+"""Messages between two answers that somebody waits for: parts for one who has gone away, answers to a machine's
+ancestor."""
+_LEAST_PART_BYTES: Final = 256
+"""Parts of a file or a tar have as many bytes or more, one with the next."""
+_SPARE_PARTS: Final = 16
+
 
 class Parts:
-    """What comes before an answer, so many bytes at most."""
+    """What comes before an answer, so many bytes at most: files, each of parts in their order."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
-        self.found: list[tuple[frames.Head, bytes]] = []
+    def __init__(self, most: int, num_files: int = 1) -> None:
+        """Expect so many bytes of so many files."""
+        self.most = self._left = most
+        self._num_files = num_files
+        self._parts_left = num_files + most // _LEAST_PART_BYTES + _SPARE_PARTS
+        self.found: dict[int, bytearray] = {}
 
     def add(self, head: frames.Head, blobs: list[bytes]) -> None:
         """Keep one.
 
         Raises:
-            ValueError: there are too many bytes.
+            ValueError: there are too many bytes or parts, or it belongs to no file that was asked for.
         """
         (data,) = blobs
         self._left -= len(data)
-        if self._left < 0:
-            raise ValueError("more bytes than were asked for")
-        self.found.append((head, data))
+        self._parts_left -= 1
+        if self._left < 0 or self._parts_left < 0:
+            raise ValueError("more than was asked for")
+        index = head.get("index", 0)
+        if type(index) is not int or not 0 <= index < self._num_files:
+            raise ValueError("a part of nothing that was asked for")
+        self.found.setdefault(index, bytearray()).extend(data)
 
 
 class AgentLink:
@@ -42,13 +59,15 @@ class AgentLink:
         reader: asyncio.StreamReader,
         on_nonsense: Callable[[], None],
         max_bytes: int,
+        first: int,
     ) -> None:
         """See `open`."""
         self._max_bytes = max_bytes
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._parts: dict[int, Parts] = {}
-        self._next = 0
+        self._next = first
+        self._strays = 0
         self._on_nonsense = on_nonsense
         self.last_words = ""
         self._end: SandboxGoneError | None = None
@@ -57,11 +76,23 @@ class AgentLink:
 
     @classmethod
     async def open(
-        cls, control: socket.socket, on_nonsense: Callable[[], None], *, max_bytes: int = frames.MAX_BYTES
+        cls,
+        control: socket.socket,
+        on_nonsense: Callable[[], None],
+        *,
+        max_bytes: int = frames.MAX_BYTES,
+        first: int = 0,
     ) -> Self:
-        """Listen. `hello` will be what the agent says unasked, once it is up; a longer message is nonsense."""
+        """Listen.
+
+        Args:
+            control: the socket; taken over.
+            on_nonsense: called once, when the agent has said what makes no sense or has ended; nobody listens any more.
+            max_bytes: a longer message is nonsense.
+            first: number of the first question; of an agent that comes up 0, by which it says `hello` unasked.
+        """
         reader, writer = await asyncio.open_unix_connection(sock=control, limit=1 << 20)
-        return cls(writer, reader, on_nonsense, max_bytes)
+        return cls(writer, reader, on_nonsense, max_bytes, first)
 
     def tell(self, head: frames.Head, *blobs: bytes) -> None:
         """Say something that has no answer."""
@@ -114,16 +145,29 @@ class AgentLink:
                 (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
                 if size > self._max_bytes:
                     raise ValueError(f"a message of {size} bytes")
-                head, blobs = frames.unpack(await reader.readexactly(size))
-                if head.get("more"):
-                    if (parts := self._parts.get(head["id"])) is not None:
-                        parts.add(head, blobs)
-                    continue
-                if head["id"] < 0:
-                    self.last_words = str(head["last_words"])
-                    continue
-                future = self._waiting.pop(head["id"], None)
-                if future is not None and not future.done():
-                    future.set_result((head, blobs))
+                self._hear(*frames.unpack(await reader.readexactly(size), max_head_bytes=_MAX_HEAD_BYTES))
+                await asyncio.sleep(0)  # what has come already is read without a pause, and there may always be more
         except (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError):
             self._on_nonsense()
+
+    def _hear(self, head: frames.Head, blobs: list[bytes]) -> None:
+        """Give a message to whoever waits for it.
+
+        Raises:
+            ValueError, KeyError, TypeError: it makes no sense.
+        """
+        number = head["id"]
+        if type(number) is not int:
+            raise ValueError("a message of no question")
+        self._strays += 1
+        if self._strays > _MAX_STRAYS:
+            raise ValueError("too much that nobody waits for")
+        if number < 0:
+            self.last_words = str(head["last_words"])[:_MAX_WORDS]
+        elif head.get("more"):
+            if (parts := self._parts.get(number)) is not None:
+                parts.add(head, blobs)
+                self._strays = 0
+        elif (future := self._waiting.pop(number, None)) is not None and not future.done():
+            future.set_result((head, blobs))
+            self._strays = 0

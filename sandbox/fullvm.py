@@ -66,7 +66,7 @@ class FullVm(Machine):
                 await self.booted(wires.keeper)
                 await self._save(Monitor(wires.monitor))
             except SandboxUnavailableError as error:
-                said = vm_state.last_line(console) or template.said()
+                said = vm_state.last_line(console) or self.said(template)
                 raise SandboxUnavailableError(f"{error} ({self.layout.accelerator}): {said}") from None
             finally:
                 wires.close()

@@ -19,6 +19,7 @@ class Gate:
         self._num_asking = 0
         self._is_paused = False
         self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
 
     def check_quiet(self) -> None:
         """Refuse what may only be between two questions.
@@ -39,22 +40,33 @@ class Gate:
             self._num_asking -= 1
 
     async def pause(self) -> None:
-        """Have nothing of it run.
+        """Have nothing of it run. Whoever goes away meanwhile has it paused all the same.
 
         Raises:
             SandboxBusyError: it is answering something.
             SandboxUnavailableError: this machine cannot.
         """
-        async with self._changing:
-            self.check_quiet()
-            if not self._is_paused:
-                await self._sandbox.pause()
-                self._is_paused = True
+        await self._to_its_end(self._pause())
 
     async def resume(self) -> None:
-        """Have it go on."""
+        """Have it go on. Whoever goes away meanwhile has it go on all the same."""
         if self._is_paused or self._changing.locked():
-            async with self._changing:
-                if self._is_paused:
-                    await self._sandbox.resume()
-                    self._is_paused = False
+            await self._to_its_end(self._resume())
+
+    async def _pause(self) -> None:
+        async with self._changing:
+            self.check_quiet()
+            self._is_paused = True  # from here on it may stand still, even where this fails
+            await self._sandbox.pause()
+
+    async def _resume(self) -> None:
+        async with self._changing:
+            if self._is_paused:
+                await self._sandbox.resume()
+                self._is_paused = False
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)

@@ -22,7 +22,16 @@ from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError, ToolError
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.inside.files import PART_BYTES
-from rollforward.sandbox.outcomes import Table, call_result, exec_result, gone_call, gone_exec
+from rollforward.sandbox.outcomes import (
+    NonsenseError,
+    Table,
+    call_result,
+    exec_result,
+    gone_call,
+    gone_exec,
+    hello,
+    refusal,
+)
 from rollforward.sandbox.results import encode_call, failed
 from rollforward.sandbox.toolset import tool_path, tool_source
 from rollforward.sandbox.types import (
@@ -43,6 +52,9 @@ _REMOVE_TRIES: Final = 100
 _GRACE_S: Final = 40.0
 """The agent has this long after a command's deadline to say how it ended, on a busy machine; then it is lost."""
 _LAST_WORDS_S: Final = 1.0
+_FILES_S: Final = 120.0
+_FILE_BYTES_PER_S: Final = 1 << 18
+"""A question about files may take this long, and longer by what its answer's bytes take; then the agent is lost."""
 _MAX_STDIN_BYTES: Final = 64 << 20
 _MAX_ARGUMENT_BYTES: Final = 1 << 20
 _MAX_PROGRAM_BYTES: Final = 8 << 20
@@ -59,8 +71,9 @@ class Instance:
 
     platform = "container"
     """What isolates it, for people."""
-    max_message_bytes = frames.MAX_BYTES
-    """What its agent says at once is shorter."""
+    max_message_bytes = 64 << 20
+    """What its agent says at once is shorter: twice the output that a command may have. Who has taken over its kernel
+    could say anything."""
     snapshot_kind = SnapshotKind.FILES
     """What `save` holds."""
 
@@ -175,11 +188,9 @@ class Instance:
             SandboxGoneError: it is gone.
         """
         names = list(paths)
-        parts = await self._files({"op": "download", "paths": names, "max_bytes": max_bytes}, most=max_bytes)
-        found: dict[str, bytearray] = {}
-        for head, data in parts:
-            found.setdefault(names[head["index"]], bytearray()).extend(data)
-        return {path: bytes(data) for path, data in found.items()}
+        parts = Parts(max_bytes, len(names))
+        found = await self._files({"op": "download", "paths": names, "max_bytes": max_bytes}, parts=parts)
+        return {names[index]: bytes(data) for index, data in found.items()}
 
     async def snapshot(self, *, max_bytes: int) -> bytes:
         """All files that differ from the image's, as an uncompressed tar (`inside/snapshots.py`).
@@ -188,8 +199,8 @@ class Instance:
             SandboxFileError: it has more bytes.
             SandboxGoneError: it is gone.
         """
-        parts = await self._files({"op": "snapshot", "max_bytes": max_bytes}, most=max_bytes)
-        return b"".join(data for _, data in parts)
+        found = await self._files({"op": "snapshot", "max_bytes": max_bytes}, parts=Parts(max_bytes))
+        return bytes(found.get(0, b""))
 
     async def save(self, *, max_bytes: int) -> bytes:
         """The most of its state that this substrate can keep, between commands: bytes of a snapshot of `snapshot_kind`.
@@ -225,7 +236,7 @@ class Instance:
         Raises:
             SandboxGoneError: it is gone.
         """
-        head, _ = await self._asked().ask({"op": "verify"})
+        head, _ = await self._answer({"op": "verify"}, within_s=_FILES_S)
         return head.get("fault") == "" and self._table.is_empty()
 
     async def kill(self) -> None:
@@ -243,13 +254,8 @@ class Instance:
     async def _exec(self, request: ExecRequest) -> ExecResult:
         limits = self.spec.limits
         before = self._oom_kills()
-        asked = {
-            "op": "exec",
-            "argv": request.argv,
-            "env": request.env,
-            "cwd": request.cwd,
-            "wall_s": limits.wall_s if request.wall_s is None else request.wall_s,
-        }
+        wall_s = limits.wall_s if request.wall_s is None else request.wall_s
+        asked = {"op": "exec", "argv": request.argv, "env": request.env, "cwd": request.cwd, "wall_s": wall_s}
         if len(request.stdin) > _MAX_STDIN_BYTES or not request.argv:
             detail = f"did not run: it has no program, or more than {_MAX_STDIN_BYTES} bytes of input"
             return ExecResult(status=ExecStatus.INFRA, detail=detail)
@@ -259,10 +265,12 @@ class Instance:
         if self.died.done():
             return gone_exec(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._run(asked, request.stdin)
+            head, blobs = await self._answer(asked, request.stdin, within_s=wall_s + _GRACE_S)
+            return exec_result(head, blobs, limits, self._has_oom_since(before, head))
         except SandboxGoneError as error:
             return gone_exec(error.cause, has_run=True)
-        return exec_result(head, blobs, limits, self._has_oom_since(before, head))
+        except NonsenseError:
+            return gone_exec(await self._lose(), has_run=True)
 
     async def _call(self, call: Call) -> CallResult:
         refused, payload = encode_call(call, self._tools, _MAX_ARGUMENT_BYTES)
@@ -274,18 +282,29 @@ class Instance:
         if self.died.done():
             return gone_call(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._run(asked, payload)
+            head, blobs = await self._answer(asked, payload, within_s=tool.timeout_s + _GRACE_S)
+            return call_result(head, blobs, tool, self.spec.limits, self._has_oom_since(before, head))
         except SandboxGoneError as error:
             return gone_call(error.cause, has_run=True)
-        return call_result(head, blobs, tool, self.spec.limits, self._has_oom_since(before, head))
+        except NonsenseError:
+            return gone_call(await self._lose(), has_run=True)
 
-    async def _run(self, head: frames.Head, blob: bytes) -> Answer:
-        """Ask for a command, and end a sandbox whose agent forgets the deadline."""
-        asking = asyncio.create_task(self._asked().ask(head, blob))
-        done, _ = await asyncio.wait([asking], timeout=head["wall_s"] + _GRACE_S)
-        if not done:
-            self._signal()
-        return await asking
+    async def _answer(self, head: frames.Head, *blobs: bytes, within_s: float, parts: Parts | None = None) -> Answer:
+        """Ask, and end a sandbox whose agent does not answer in time."""
+        asking = asyncio.create_task(self._asked().ask(head, *blobs, parts=parts))
+        try:
+            done, _ = await asyncio.wait([asking], timeout=within_s)
+            if not done:
+                self._signal()
+            return await asking
+        finally:
+            asking.cancel()
+
+    async def _lose(self) -> GoneCause:
+        """End it, since its agent says what makes no sense; why it is gone."""
+        self._signal()
+        await asyncio.wait([self.died], timeout=_KILL_TIMEOUT_S)
+        return self.died.result() if self.died.done() else GoneCause.LOST
 
     def _has_oom_since(self, before: int, head: frames.Head) -> bool:
         self._hear_ooms(head)
@@ -304,13 +323,17 @@ class Instance:
             raise _gone(self.id, self.died.result() if self.died.done() else GoneCause.LOST)
         return self._link
 
-    async def _files(self, head: frames.Head, *blobs: bytes, most: int = 0) -> list[tuple[frames.Head, bytes]]:
-        """Ask about files; the parts of the answer."""
-        parts = Parts(most)
-        answer, _ = await self._asked().ask(head, *blobs, parts=parts)
-        for name in ("file_error", "error"):
-            if said := answer.get(name):
-                raise SandboxFileError(f"sandbox {self.id}: {said}")
+    async def _files(self, head: frames.Head, *blobs: bytes, parts: Parts | None = None) -> dict[int, bytearray]:
+        """Ask about files; what the parts of the answer hold."""
+        parts = parts or Parts(0)
+        within_s = _FILES_S + parts.most / _FILE_BYTES_PER_S
+        answer, _ = await self._answer(head, *blobs, within_s=within_s, parts=parts)
+        try:
+            said = refusal(answer)
+        except NonsenseError:
+            raise _gone(self.id, await self._lose()) from None
+        if said:
+            raise SandboxFileError(f"sandbox {self.id}: {said}")
         return parts.found
 
     def _signal(self) -> None:
@@ -369,19 +392,20 @@ def _gone(sandbox_id: str, cause: GoneCause) -> SandboxGoneError:
 
 
 def _check_hello(head: frames.Head, tools: Mapping[str, ToolConfig]) -> None:
-    match head["kind"]:
+    kind, said = hello(head)
+    name, _, exception = said.partition("\n")
+    match kind:
         case "":
             return
-        case "tool":
-            name, _, exception = head["error"].partition("\n")
+        case "tool" if name in tools:
             raise ToolError(
                 f"tool {name}: importing {tool_path(tools[name])} in the sandbox raised {exception}. Correct the file;"
                 " it sees the standard library and no other module or file"
             )
         case "snapshot":
-            raise SandboxFileError(f"sandbox: the snapshot cannot be restored: {head['error']}")
+            raise SandboxFileError(f"sandbox: the snapshot cannot be restored: {said}")
         case _:
-            raise SandboxUnavailableError(f"sandbox: one did not come up: {head['error']}")
+            raise SandboxUnavailableError(f"sandbox: one did not come up: {said}")
 
 
 @functools.lru_cache(maxsize=256)

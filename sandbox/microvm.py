@@ -60,7 +60,7 @@ class MicroVm(Machine):
             try:
                 await self.booted(wires.keeper)
             except SandboxUnavailableError as error:
-                said = vm_state.last_line(console) or template.said()
+                said = vm_state.last_line(console) or self.said(template)
                 raise SandboxUnavailableError(f"{error} ({self.layout.accelerator}): {said}") from None
             monitor = Monitor(wires.monitor)
             await monitor.ignore_shared_memory()
@@ -117,8 +117,9 @@ class MicroVm(Machine):
         """Be a sandbox that goes on. Called once, by the substrate."""
         wires = await self._start(template, Given(), "memory-backend-ram", vm_state.file_of(data))
         assert self._monitor is not None
-        await self._monitor.wait_until_loaded()
-        await self._monitor.ask("cont")
+        with self.telling(template):
+            await self._monitor.wait_until_loaded()
+            await self._monitor.ask("cont")
         await self.rejoin(wires, template)
 
     async def take(self, monitor: Monitor, max_bytes: int) -> bytes:
@@ -142,8 +143,9 @@ class MicroVm(Machine):
             with wires:
                 await self.launch(template, command, given)
             self._monitor = Monitor(wires.monitor)
-            await self._monitor.ignore_shared_memory()
-            await self._monitor.ask("migrate-incoming", uri=f"fd:{number}")
+            with self.telling(template):
+                await self._monitor.ignore_shared_memory()
+                await self._monitor.ask("migrate-incoming", uri=f"fd:{number}")
         except BaseException:
             wires.close()
             raise

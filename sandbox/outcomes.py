@@ -6,21 +6,67 @@ import json
 import signal
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.errors import GoneCause, SandboxKeyError
 from rollforward.sandbox.inside import frames
+from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES
 from rollforward.sandbox.inside.zygote import Outcome, outcome
 from rollforward.sandbox.results import OOM_TEXT, failed, no_answer, out_of_memory, out_of_time, read_answer
 from rollforward.sandbox.types import CallResult, CallStatus, ExecResult, ExecStatus
 
 _R = TypeVar("_R")
+_SaidT = TypeVar("_SaidT", bound=msgspec.Struct)
 
 _MAX_RESULTS: Final = 1024
 _MAX_RESULT_BYTES: Final = 32 << 20
+_MAX_CHARS: Final = 1 << 14
+"""Of what an agent says for people."""
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Code = Annotated[int, msgspec.Meta(ge=-64, le=255)]
+
+
+class NonsenseError(Exception):
+    """An agent's answer is none that an agent gives: somebody else speaks in its place. The sandbox is lost."""
+
+
+class _Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What any answer may say."""
+
+    error: str = ""
+    file_error: str = ""
+    not_run: str = ""
+
+
+class _Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent says once it is up, or why it is not."""
+
+    kind: str
+    error: str
+
+
+class _Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent says of a call that has ended."""
+
+    is_over: bool
+    code: _Code
+    seconds: _Seconds
+    cpu_s: _Seconds
+
+
+class _EndedCommand(_Ended, frozen=True, kw_only=True):
+    """What an agent says of a command that has ended."""
+
+    is_full: bool
+    stdout_bytes: _Bytes
+    stderr_bytes: _Bytes
+    leader: _Code | None = None
+    leader_cpu_s: _Seconds | None = None
 
 
 class Table:
@@ -100,15 +146,23 @@ def exec_result(head: frames.Head, blobs: list[bytes], limits: Limits, has_oom: 
         blobs: output and errors.
         limits: the sandbox's.
         has_oom: whether the kernel has killed a process of the sandbox for memory meanwhile.
+
+    Raises:
+        NonsenseError: it is no such answer.
     """
-    if said := head.get("error"):
+    if said := refusal(head):
         return ExecResult(status=ExecStatus.INFRA, detail=said)
-    if said := head.get("not_run"):
+    if said := _told(head, _Refusal).not_run:
         status = ExecStatus.OOM if has_oom else ExecStatus.INFRA
-        return ExecResult(status=status, detail=f"did not run: {said}")
-    leader, cpu_s = head.get("leader"), head.get("leader_cpu_s", head["cpu_s"])
+        return ExecResult(status=status, detail=f"did not run: {_shown(said)}")
+    told = _told(head, _EndedCommand)
+    _check(len(blobs) == 2)
+    out, err = blobs
+    _check(len(out) <= min(limits.output_bytes, told.stdout_bytes))
+    _check(len(err) <= min(limits.output_bytes, told.stderr_bytes))
+    leader, cpu_s = told.leader, told.cpu_s if told.leader_cpu_s is None else told.leader_cpu_s
     detail = ""
-    if head["is_over"]:
+    if told.is_over:
         status, leader = ExecStatus.TIMEOUT, None
     elif leader == 0:
         status = ExecStatus.OK
@@ -119,27 +173,28 @@ def exec_result(head: frames.Head, blobs: list[bytes], limits: Limits, has_oom: 
     elif leader == -signal.SIGXCPU or cpu_s >= limits.cpu_s:
         status = ExecStatus.TIMEOUT
     else:
-        status = ExecStatus.DISK_FULL if head["is_full"] else ExecStatus.EXIT
-    out, err = blobs
+        status = ExecStatus.DISK_FULL if told.is_full else ExecStatus.EXIT
     return ExecResult(
         status=status,
         exit_code=leader,
         stdout=out,
         stderr=err,
-        stdout_bytes=head["stdout_bytes"],
-        stderr_bytes=head["stderr_bytes"],
-        seconds=head["seconds"],
+        stdout_bytes=told.stdout_bytes,
+        stderr_bytes=told.stderr_bytes,
+        seconds=told.seconds,
         cpu_s=cpu_s,
         detail=detail,
     )
 
 
 def call_result(head: frames.Head, blobs: list[bytes], tool: ToolConfig, limits: Limits, has_oom: bool) -> CallResult:
-    """What an agent's answer says of a call; arguments as of `exec_result`."""
-    if said := head.get("error"):
+    """What an agent's answer says of a call; arguments and errors as of `exec_result`."""
+    if said := refusal(head):
         return failed(CallStatus.INFRA, "", said)
-    kind, said = outcome(blobs[0], head["code"], head["is_over"])
-    detail = said.decode("utf-8", "replace")
+    told = _told(head, _Ended)
+    _check(len(blobs) == 1 and len(blobs[0]) <= MAX_ANSWER_BYTES + 1)
+    kind, said = outcome(blobs[0], told.code, told.is_over)
+    detail = said[:_MAX_CHARS].decode("utf-8", "replace")
     if kind == Outcome.ANSWER:
         result = read_answer(said, tool.max_output_chars, limits.memory_bytes)
     elif kind == Outcome.TIMEOUT:
@@ -148,11 +203,46 @@ def call_result(head: frames.Head, blobs: list[bytes], tool: ToolConfig, limits:
         result = out_of_memory(limits.memory_bytes)
     elif kind == Outcome.KILLED:
         result = no_answer(detail)
-    elif head["code"] == -signal.SIGKILL and head["cpu_s"] >= limits.cpu_s:
+    elif told.code == -signal.SIGKILL and told.cpu_s >= limits.cpu_s:
         result = failed(CallStatus.TIMEOUT, f"no answer within {limits.cpu_s:g} s of computing")
     else:
         result = failed(CallStatus.INFRA, "", detail)
-    return msgspec.structs.replace(result, seconds=head["seconds"])
+    return msgspec.structs.replace(result, seconds=told.seconds)
+
+
+def refusal(head: frames.Head) -> str:
+    """Why an agent has not done what it was asked, or nothing.
+
+    Raises:
+        NonsenseError: it is no answer.
+    """
+    told = _told(head, _Refusal)
+    return _shown(told.file_error or told.error)
+
+
+def hello(head: frames.Head) -> tuple[str, str]:
+    """What kept an agent from coming up, its kind and the reason; two empty strings where it has come up."""
+    try:
+        told = _told(head, _Hello)
+    except NonsenseError:
+        return "infra", "what its agent says makes no sense"
+    return told.kind, _shown(told.error)
+
+
+def _told(head: frames.Head, kind: type[_SaidT]) -> _SaidT:
+    try:
+        return msgspec.convert(head, kind)
+    except ValueError as error:  # half a character in a name is none of msgspec's own
+        raise NonsenseError(str(error)) from None
+
+
+def _check(is_sound: bool) -> None:
+    if not is_sound:
+        raise NonsenseError("its bytes are not those that it tells of")
+
+
+def _shown(text: str) -> str:
+    return text[:_MAX_CHARS].encode("utf-8", "replace").decode()
 
 
 def gone_exec(cause: GoneCause, *, has_run: bool) -> ExecResult:

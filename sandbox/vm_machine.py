@@ -8,13 +8,15 @@ snapshots.
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import hashlib
+import os
 import secrets
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final, Self
 
 import msgspec
@@ -43,6 +45,10 @@ _EMULATOR_THREADS: Final = 96
 _SETUP_TIMEOUT_S: Final = 60.0
 _BOOT_S: Final = {"kvm": 20.0, "tcg": 180.0}
 _ENTROPY_BYTES: Final = 64
+_ERROR_BYTES: Final = 1 << 14
+"""An emulator can say so much, and is not heard after that."""
+_SAID_CHARS: Final = 2000
+_ID_BITS: Final = 48
 _REHEARSAL: Final = (("true",), ("sh", "-c", ":"), ("python3", "-c", ""))
 _SETTLE_S: Final = 30.0
 _LOOK_S: Final = 0.005
@@ -93,8 +99,6 @@ class Machine(Instance):
     """One virtual machine. Made by a substrate's `create`."""
 
     snapshot_kind = SnapshotKind.MACHINE
-    max_message_bytes = 64 << 20
-    """Twice the output that a command may have: who has taken over the guest's kernel could say anything."""
 
     def __init__(
         self,
@@ -120,6 +124,9 @@ class Machine(Instance):
         self._told_ooms = 0
         self._keeper: socket.socket | None = None
         self._monitor: Monitor | None = None
+        self._standing = asyncio.Lock()
+        """Who has it stand still, or go on, is alone with that."""
+        self._errors = -1
 
     @abstractmethod
     async def take(self, monitor: Monitor, max_bytes: int) -> bytes:
@@ -145,9 +152,26 @@ class Machine(Instance):
         groups = self._group.open_procs()
         handed = {"program": list(command), "keep": len(given.descriptors), "binds": host_directories()}
         try:
-            self._watch(await template.make({**handed, "uid": self.uid}, [*given.descriptors, *groups]))
+            self._errors = os.memfd_create("errors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self._errors, _ERROR_BYTES)
+            fcntl.fcntl(self._errors, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            descriptors = [*given.descriptors, self._errors, *groups]
+            self._watch(await template.make({**handed, "uid": self.uid}, descriptors))
         finally:
             close_all(groups)
+
+    def said(self, template: WarmTemplate) -> str:
+        """What its emulator has said, or else what its template has said last."""
+        data = os.pread(self._errors, _ERROR_BYTES, 0) if self._errors >= 0 else b""
+        return data.strip(b"\0").decode("utf-8", "replace").strip()[-_SAID_CHARS:] or template.said()
+
+    @contextlib.contextmanager
+    def telling(self, template: WarmTemplate) -> Generator[None]:
+        """Where its emulator fails, what that has said is told too."""
+        try:
+            yield
+        except SandboxUnavailableError as error:
+            raise SandboxUnavailableError(f"{error}: {self.said(template)}") from None
 
     async def booted(self, keeper: socket.socket) -> None:
         """Wait until a machine that boots waits to be woken.
@@ -176,17 +200,19 @@ class Machine(Instance):
                 await _tell(wires.keeper, message)
             await self._greet(wires.agent, [(told, codes)], _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError, OSError):
-            raise SandboxUnavailableError(f"sandbox: a machine did not come up: {template.said()}") from None
+            raise SandboxUnavailableError(f"sandbox: a machine did not come up: {self.said(template)}") from None
 
     async def rejoin(self, wires: Wires, template: WarmTemplate) -> None:
         """Take over a machine that goes on where it was saved; arguments as of `wake`."""
         self._keeper, self._monitor = wires.keeper, self._monitor or Monitor(wires.monitor)
-        self._link = await AgentLink.open(wires.agent, self._signal, max_bytes=self.max_message_bytes)
-        self._link.hello.cancel()  # its agent has said that long ago
+        # Its agent still answers questions that its ancestor was asked: they are other ones than these.
+        first = 1 + secrets.randbits(_ID_BITS)
+        self._link = await AgentLink.open(wires.agent, self._signal, max_bytes=self.max_message_bytes, first=first)
+        self._link.hello.cancel()  # it has said that long ago
         try:
             self._told_ooms = self._ooms = await self._renew(wires.keeper)
-        except OSError:
-            raise SandboxUnavailableError(f"sandbox: a saved machine did not go on: {template.said()}") from None
+        except (OSError, SandboxUnavailableError):
+            raise SandboxUnavailableError(f"sandbox: a saved machine did not go on: {self.said(template)}") from None
 
     async def rehearse(self) -> None:
         """Have it do once what sandboxes do first, and be as new again: agent and programs lie in its memory then.
@@ -211,24 +237,32 @@ class Machine(Instance):
             SandboxGoneError: it is gone.
             SandboxUnavailableError: the emulator cannot.
         """
-        self._asked()
-        assert self._monitor is not None
-        await self._monitor.ask("stop")
-        try:
-            data = await self.take(self._monitor, max_bytes)
-        finally:
-            with contextlib.suppress(SandboxUnavailableError):
-                await self._monitor.ask("cont")
+        async with self._standing:
+            self._asked()
+            assert self._monitor is not None
+            try:
+                await self._monitor.ask("stop")
+                data = await self.take(self._monitor, max_bytes)
+            finally:
+                await self._go_on()
+        if not data:
+            raise SandboxUnavailableError("sandbox: an emulator has saved nothing of a machine")
         return msgspec.msgpack.encode(Saved(machine=self.layout.key(), spec=spec_key(self.spec), data=data))
 
     async def pause(self) -> None:
         """See `Instance`; its clock stands still too."""
-        self._asked()
-        assert self._monitor is not None
-        await self._monitor.ask("stop")
+        async with self._standing:
+            self._asked()
+            assert self._monitor is not None
+            await self._monitor.ask("stop")
 
     async def resume(self) -> None:
         """See `Instance`."""
+        async with self._standing:
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Have it run, at the time that it is."""
         if self._monitor is not None and self._keeper is not None and not self.died.done():
             with contextlib.suppress(OSError, SandboxUnavailableError):  # it is gone, which the next question finds out
                 await self._monitor.ask("cont")
@@ -240,6 +274,9 @@ class Machine(Instance):
         if self._keeper is not None and self._monitor is not None:
             self._keeper.close()
             self._monitor.close()
+        if self._errors >= 0:
+            os.close(self._errors)
+            self._errors = -1
 
     async def _renew(self, keeper: socket.socket) -> int:
         """Give it new random numbers and the time; processes that its kernel has killed for memory so far."""

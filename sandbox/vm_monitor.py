@@ -13,10 +13,14 @@ _LOOK_S: Final = 0.005
 _ANSWER_S: Final = 60.0
 _LONG_S: Final = 300.0
 _MAX_LINE_BYTES: Final = 1 << 20
+_MAX_REASON: Final = 2000
+_MAX_LINES: Final = 1024
+_MAX_BYTES: Final = 4 << 20
+"""Of an answer and all lines before it: a greeting, events, answers to questions whose asker has gone away."""
 
 
 class Monitor:
-    """One end of the socket. Belongs to an event loop; one question at a time."""
+    """One end of the socket. Belongs to an event loop; one question at a time. The emulator is not trusted."""
 
     def __init__(self, control: socket.socket) -> None:
         """Take the socket over."""
@@ -25,7 +29,7 @@ class Monitor:
         self._heard = b""
         self._asking = asyncio.Lock()
         self._is_greeted = False
-        self._num_jobs = self._num_questions = 0
+        self._num_jobs = self._num_questions = self._num_files = 0
 
     async def ask(self, command: str, *, file: int = -1, **arguments: Any) -> Any:
         """Ask, and return the answer.
@@ -41,8 +45,7 @@ class Monitor:
         async with self._asking:
             if not self._is_greeted:
                 self._is_greeted = True
-                await self._line()
-                await self._exchange({"execute": "qmp_capabilities"}, -1)
+                await self._exchange({"execute": "qmp_capabilities"}, -1)  # its greeting is passed over
             named = {name.replace("_", "-"): value for name, value in arguments.items()}
             return await self._exchange({"execute": command, "arguments": named}, file)
 
@@ -57,16 +60,18 @@ class Monitor:
         Raises:
             SandboxUnavailableError: it cannot be written.
         """
-        await self.ask("getfd", file=file, fdname="state")
-        await self.ask("migrate", uri="fd:state")
+        self._num_files += 1
+        name = f"state{self._num_files}"
+        await self.ask("getfd", file=file, fdname=name)
+        await self.ask("migrate", uri=f"fd:{name}")
         async with _bounded():
             await self._wait_for_migration()
 
     async def _wait_for_migration(self) -> None:
-        while (state := await self.ask("query-migrate")).get("status") != "completed":
-            if state.get("status") in ("failed", "cancelled"):
+        while (status := _status(state := await self.ask("query-migrate"))) != "completed":
+            if status in ("failed", "cancelled"):
                 raise SandboxUnavailableError(
-                    f"sandbox: saving a machine failed: {state.get('error-desc', 'no reason')}"
+                    f"sandbox: saving a machine failed: {str(state.get('error-desc', 'no reason'))[:_MAX_REASON]}"
                 )
             await asyncio.sleep(_LOOK_S)
 
@@ -80,21 +85,24 @@ class Monitor:
         name = f"job{self._num_jobs}"
         await self.ask(command, job_id=name, **arguments)
         async with _bounded():
-            while (job := await self._job(name))["status"] != "concluded":
+            while _status(job := await self._job(name)) != "concluded":
                 await asyncio.sleep(_LOOK_S)
         await self.ask("job-dismiss", id=name)
         if "error" in job:
-            raise SandboxUnavailableError(f"sandbox: {command}: {job['error']}")
+            raise SandboxUnavailableError(f"sandbox: {command}: {str(job['error'])[:_MAX_REASON]}")
 
     async def wait_until_loaded(self) -> None:
         """Wait until a machine has taken up the state that it was started with."""
         async with _bounded():
-            while (await self.ask("query-status"))["status"] == "inmigrate":
+            while _status(await self.ask("query-status")) == "inmigrate":
                 await asyncio.sleep(_LOOK_S)
 
     async def _job(self, name: str) -> dict[str, Any]:
-        (job,) = [job for job in await self.ask("query-jobs") if job["id"] == name]
-        return job
+        jobs = await self.ask("query-jobs")
+        for job in jobs if isinstance(jobs, list) else ():
+            if isinstance(job, dict) and job.get("id") == name:
+                return job
+        raise SandboxUnavailableError("sandbox: an emulator does not know of a job that it was given")
 
     def close(self) -> None:
         """Let the socket go."""
@@ -110,23 +118,53 @@ class Monitor:
             else:
                 await asyncio.get_running_loop().sock_sendall(self._control, data)
             async with asyncio.timeout(_ANSWER_S):
-                # Between them are events, and answers to questions whose asker has gone away.
-                while (answer := json.loads(await self._line())).get("id") != question["id"]:
-                    pass
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise SandboxUnavailableError(f"sandbox: an emulator does not answer: {error}") from None
+                answer = await self._answer(question["id"])
+        except (OSError, ValueError, RecursionError) as error:
+            why = str(error) or f"not within {_ANSWER_S:g} s"
+            raise SandboxUnavailableError(f"sandbox: an emulator does not answer: {why}") from None
         if "return" not in answer:
-            raise SandboxUnavailableError(f"sandbox: {question['execute']}: {answer.get('error', {}).get('desc')}")
+            error = answer.get("error")
+            why = error.get("desc") if isinstance(error, dict) else error
+            raise SandboxUnavailableError(f"sandbox: {question['execute']}: {str(why)[:_MAX_REASON]}")
         return answer["return"]
+
+    async def _answer(self, number: int) -> dict[str, Any]:
+        num_bytes = 0
+        for _ in range(_MAX_LINES):
+            line = await self._line()
+            num_bytes += len(line)
+            if num_bytes > _MAX_BYTES:
+                break
+            answer = json.loads(line)
+            if not isinstance(answer, dict):
+                raise ValueError("it says what is no object")
+            if answer.get("id") == number:
+                return answer
+        raise ValueError("it says other things, and no end of them")
 
     async def _line(self) -> bytes:
         while b"\n" not in self._heard:
             chunk = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)
-            if not chunk or len(self._heard) > _MAX_LINE_BYTES:
+            if not chunk:
                 raise OSError("it is gone")
+            if len(self._heard) > _MAX_LINE_BYTES:
+                raise OSError("its line does not end")
             self._heard += chunk
         line, _, self._heard = self._heard.partition(b"\n")
+        await asyncio.sleep(0)  # what has come already is read without a pause, and there may always be more
         return line
+
+
+def _status(answer: Any) -> str:
+    """The status that an answer tells.
+
+    Raises:
+        SandboxUnavailableError: it tells none.
+    """
+    status = answer.get("status") if isinstance(answer, dict) else None
+    if not isinstance(status, str):
+        raise SandboxUnavailableError("sandbox: an emulator's answer tells no status")
+    return status
 
 
 @contextlib.asynccontextmanager

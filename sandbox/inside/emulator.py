@@ -4,10 +4,10 @@ Its request, in place of an agent's:
 
     {"program": [path, arguments], "uid", "keep": how many of the descriptors it is handed}
 
-and the descriptors: those that it is handed, which become 3, 4, 5 and so on; then files to write "0" into, which put
-the writer into its control groups. It sees what the image `host` shows, read-only, and a /tmp of a few kilobytes; it is
-nobody, has no capability and gets none, and no environment. It is the first process of its PID namespace: with it all
-ends.
+and the descriptors: those that it is handed, which become 3, 4, 5 and so on; one that becomes its standard error; then
+files to write "0" into, which put the writer into its control groups. It sees what the image `host` shows, read-only,
+and a /tmp of a few kilobytes; it is nobody, has no capability and gets none, and no environment. It is the first
+process of its PID namespace: with it all ends.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from rollforward.sandbox.inside import root, system
 
 FIRST: Final = 3
 """The first descriptor that it is handed is this one, the next ones follow."""
+_ERRORS: Final = 2
 _DISK_BYTES: Final = 1 << 20
 _FILES: Final = 64
 _FAR: Final = 256
@@ -28,7 +29,8 @@ _FAR: Final = 256
 def main(request: dict[str, Any], descriptors: list[int]) -> None:
     """Become it."""
     far = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FAR) for descriptor in descriptors]
-    kept, groups = far[: request["keep"]], far[request["keep"] :]
+    kept, (errors, *groups) = far[: request["keep"]], far[request["keep"] :]
+    os.dup2(errors, _ERRORS)  # the template's own has no end, and is what all others have said
     for descriptor in groups:
         os.write(descriptor, b"0")
     for place, descriptor in enumerate(kept, FIRST):

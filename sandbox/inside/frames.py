@@ -11,6 +11,7 @@ LENGTH: Final = struct.Struct("<I")
 """In front of every message, and of its JSON."""
 MAX_BYTES: Final = 1 << 30
 """A message is shorter."""
+_MAX_BLOBS: Final = 4096
 
 Head = dict[str, Any]
 """The JSON object."""
@@ -23,22 +24,31 @@ def pack(head: Head, *blobs: bytes) -> bytes:
     return b"".join((LENGTH.pack(size), LENGTH.pack(len(text)), text, *blobs))
 
 
-def unpack(data: bytes) -> tuple[Head, list[bytes]]:
+def unpack(data: bytes, *, max_head_bytes: int = MAX_BYTES) -> tuple[Head, list[bytes]]:
     """The parts of a message without its length.
+
+    Args:
+        data: the message.
+        max_head_bytes: of its JSON, which takes up many times as much once it is read.
 
     Raises:
         ValueError: it is none.
     """
     try:
         (size,) = LENGTH.unpack_from(data)
+        if size > max_head_bytes:
+            raise ValueError(f"no message: its JSON has {size} bytes")
         head = json.loads(data[LENGTH.size : LENGTH.size + size])
-        start, blobs = LENGTH.size + size, list[bytes]()
-        for length in head["blobs"]:
-            blobs.append(data[start : start + length])
-            start += length
-        is_whole = start == len(data) and all(length >= 0 for length in head["blobs"])
+        lengths = head["blobs"]
     except (struct.error, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"no message: {type(error).__name__}") from None
-    if not is_whole:
+    # Before anything is cut out: lengths that overlap would make gigabytes of a short message.
+    is_sound = isinstance(lengths, list) and all(type(length) is int and length >= 0 for length in lengths)
+    start = LENGTH.size + size
+    if not is_sound or len(lengths) > _MAX_BLOBS or sum(lengths) != len(data) - start:
         raise ValueError("no message: its lengths do not add up")
+    blobs: list[bytes] = []
+    for length in lengths:
+        blobs.append(data[start : start + length])
+        start += length
     return head, blobs
