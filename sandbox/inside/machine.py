@@ -41,6 +41,8 @@ _SYSTEM, _PRIVATE = "system", "private"
 """Disks with a meaning: the agent's own world, and where the sandbox's files go if that is not memory."""
 _PORT_S: Final = 60.0
 _SPARE_BYTES: Final = 8 << 20
+_SPARE_SHARE: Final = 32
+"""Of what is free, for the pages' own table and for what the kernel keeps back, which both grow with memory."""
 _MAP_POPULATE: Final = 0x8000
 _LINKS: Final = ("bin", "lib", "lib64", "sbin")
 _NODES: Final = (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9))
@@ -195,8 +197,9 @@ def _empty_free_memory() -> None:
     """Have the kernel fill what is free with zeros: pages that are empty are in no state that is kept."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemFree:"))
-    if free > _SPARE_BYTES:
-        mmap.mmap(-1, free - _SPARE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_POPULATE).close()
+    spare = _SPARE_BYTES + free // _SPARE_SHARE
+    if free > spare:  # the first process is killed for a page too much, and the machine with it
+        mmap.mmap(-1, free - spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_POPULATE).close()
 
 
 def _serve(control: int, keeper: int) -> None:

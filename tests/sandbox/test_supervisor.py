@@ -306,6 +306,7 @@ async def test_a_warm_sandbox_that_died_is_not_handed_out(shared: Stage) -> None
     async with shared.client(warm=1) as client:
         (first,) = await created(client, 1, "dead")
         await warm(client, 1)
+        wait_for(lambda: sum(not r.sandbox_id for r in shared.home.book.read()) == 1)  # others may be on their way out
         (ready,) = [r for r in shared.home.book.read() if not r.sandbox_id]
         assert ready.pid is not None
         os.kill(ready.pid, signal.SIGKILL)
