@@ -55,6 +55,24 @@ def check_model(kernels: KernelBackends, config: ModelConfig, what: str) -> None
     )
 
 
+def programs_of(config: ModelConfig, teachers: Sequence[ModelConfig]) -> dict[str, list[dispatch.Program]]:
+    """Return what each op's tile form runs for a model and those that teach it; none where its sizes allow none.
+
+    Args:
+        config: the model.
+        teachers: whose vectors its reverse KL takes.
+    """
+    width, inner, vocabulary = config.hidden_size, config.moe_intermediate_size, config.vocab_size
+    has_head, of_experts = vocab_sweep.takes(vocabulary, width), [(inner, width), (width, inner)]
+    teaching = [one.hidden_size for one in teachers if has_head and vocab_sweep.takes(vocabulary, one.hidden_size)]
+    return {
+        "linear_logprob": vocab_sweep.programs(vocabulary, width) if has_head else [],
+        "mix": mix_sweep.programs(width, config.hc_sinkhorn_iters) if mix_sweep.takes(width) else [],
+        "mxfp4": [one for sizes in of_experts if mxfp4_sweep.takes(*sizes) for one in mxfp4_sweep.programs(*sizes)],
+        "reverse_kl": [one for other in teaching for one in vocab_sweep.programs(vocabulary, width, other)],
+    }
+
+
 def check_programs(
     kernels: KernelBackends, config: ModelConfig, what: str, *, teachers: Sequence[ModelConfig] = ()
 ) -> None:
@@ -69,17 +87,9 @@ def check_programs(
         BackendError: names the key, the model and what compiles them.
     """
     width, inner, vocabulary = config.hidden_size, config.moe_intermediate_size, config.vocab_size
-    of_experts = [(inner, width), (width, inner)]
-    wanted = {
-        "linear_logprob": lambda: vocab_sweep.programs(vocabulary, width),
-        "mix": lambda: mix_sweep.programs(width, config.hc_sinkhorn_iters),
-        "mxfp4": lambda: [one for sizes in of_experts for one in mxfp4_sweep.programs(*sizes)],
-        "reverse_kl": lambda: [
-            one for teacher in teachers for one in vocab_sweep.programs(vocabulary, width, teacher.hidden_size)
-        ],
-    }
+    wanted = programs_of(config, teachers)
     for name in kernels.tiles:
-        programs = set(wanted[name]())
+        programs = set(wanted[name])
         missing = [one for one in programs if not dispatch.path_of(one).is_file()]
         if missing:
             raise BackendError(

@@ -11,9 +11,7 @@ from pathlib import Path
 from rollforward.conf import console
 from rollforward.conf.errors import UsageError
 from rollforward.kernels import dispatch
-from rollforward.kernels.loss import vocab_sweep
-from rollforward.kernels.mhc import mix_sweep
-from rollforward.kernels.quant import mxfp4_sweep
+from rollforward.model.backends import programs_of
 from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.config import ModelConfig, preset
 from rollforward.model.presets import PRESETS
@@ -23,16 +21,7 @@ _RULE = "it takes: warm model=NAME [teacher=NAME] [jobs=N], NAME being a model d
 
 def programs(model: ModelConfig, teacher: ModelConfig) -> list[dispatch.Program]:
     """Return every program that a model runs, with itself as a teacher and one that may be another."""
-    width, inner = model.hidden_size, model.moe_intermediate_size
-    wanted: list[dispatch.Program] = []
-    for teacher_width in dict.fromkeys((width, teacher.hidden_size)):
-        if vocab_sweep.takes(model.vocab_size, width) and vocab_sweep.takes(model.vocab_size, teacher_width):
-            wanted += vocab_sweep.programs(model.vocab_size, width, teacher_width)
-    if mix_sweep.takes(width):
-        wanted += mix_sweep.programs(width, model.hc_sinkhorn_iters)
-    if mxfp4_sweep.takes(inner, width):
-        wanted += [*mxfp4_sweep.programs(inner, width), *mxfp4_sweep.programs(width, inner)]
-    return list(dict.fromkeys(wanted))
+    return list(dict.fromkeys(one for of_op in programs_of(model, [model, teacher]).values() for one in of_op))
 
 
 def _config(name: str) -> ModelConfig | None:

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from rollforward.sandbox import vm, vm_cache, vm_image, vm_state
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.files import write_all
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.qcow2 import empty_disk
 from rollforward.sandbox.types import SandboxSpec
@@ -55,7 +56,7 @@ class FullVm(Machine):
             SandboxUnavailableError: it does not come up in time.
         """
         self._disk = nameless_file()
-        os.pwrite(self._disk, empty_disk(self.layout.private_disk[0]), 0)
+        write_all(self._disk, empty_disk(self.layout.private_disk[0]))
         console = vm_state.memory_file(0)
         opened = vm.files_as([str(boot.kernel), str(boot.initial)])
         try:
@@ -103,7 +104,7 @@ class FullVm(Machine):
         """Be a sandbox that goes on. Called once, by the substrate."""
         self._disk = nameless_file()
         for start in range(0, len(data), _COPY_BYTES):
-            os.pwrite(self._disk, data[start : start + _COPY_BYTES], start)
+            write_all(self._disk, data[start : start + _COPY_BYTES], offset=start)
         await self.rejoin(await self._load(template), template)
 
     async def take(self, monitor: Monitor, max_bytes: int) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
+from rollforward.sandbox.files import write_all
 from rollforward.sandbox.inside import system
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -52,18 +53,6 @@ def close_all(descriptors: Sequence[int]) -> None:
     """Close them."""
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def write_at(descriptor: int, data: bytes, start: int) -> None:
-    """Write all of the bytes from a place of a file on.
-
-    Raises:
-        OSError: there is no room, for all of them or for some.
-    """
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, start)
-        left, start = left[written:], start + written
 
 
 def file_of(data: bytes) -> int:
@@ -152,7 +141,7 @@ def _filled(size: int, runs: Iterable[tuple[int, bytes]]) -> int:
     try:
         descriptor = memory_file(size)
         for start, data in runs:
-            write_at(descriptor, data, start)
+            write_all(descriptor, data, offset=start)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)

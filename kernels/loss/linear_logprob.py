@@ -36,7 +36,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 def _run(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids):
     logprob_T, entropy_T = _shapes(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids)
-    kept = None if kept_counts_T is None else vocab_sweep.KeptLists(kept_counts_T, kept_ids)
+    kept = None if kept_counts_T is None else KeptSets(kept_counts_T, kept_ids)
     vocab_sweep.logprob_into(
         *(vocab_sweep.rounded(hidden_TD), vocab_sweep.rounded(head_VD), token_T.int(), 1.0 / temperature),
         *(logprob_T, entropy_T),
@@ -56,7 +56,7 @@ def _run_backward(
     hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
 ):
     grads = vocab_sweep.gradients_of(*zip((hidden_TD, head_VD), needs, strict=True))
-    kept = None if kept_counts_T is None else vocab_sweep.KeptLists(kept_counts_T, kept_ids)
+    kept = None if kept_counts_T is None else KeptSets(kept_counts_T, kept_ids)
     vocab_sweep.logprob_gradients_into(
         *(hidden_TD, vocab_sweep.rounded(head_VD), token_T.int(), 1.0 / temperature),
         *(grad_logprob_T.contiguous(), grad_entropy_T.contiguous(), *grads),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollforward.kernels.bench import Case, Outputs, peer
 from rollforward.kernels.loss import vocab_sweep
+from rollforward.kernels.loss.linear_logprob_ref import KeptSets
 
 V, D, TOKENS, KEPT = 129280, 4096, 8192, 1000
 
@@ -50,7 +51,7 @@ def _case(kind: str, *, kept: int = 0, tokens: int = TOKENS) -> Case:
         sets = None
         if lists is not None:
             counts = torch.full((len(rows[2]),), kept + 1, device="cuda")
-            sets = vocab_sweep.KeptLists(counts, lists[span].flatten())
+            sets = KeptSets(counts, lists[span].flatten())
         if kind != "sweep":
             vocab_sweep.logprob_into(*rows, *out, space, kept=sets)
         if kind != "forward":

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollforward.kernels.checks import check_dtype, check_multiple
 from rollforward.kernels.dispatch import Program, bind, program
+from rollforward.kernels.loss.linear_logprob_ref import KeptSets
 
 TILE_V, TILE_D = 256, 256
 """Columns of a tile of the vocabulary, which has partial sums of its own, and of the hidden states' gradient."""
@@ -100,15 +101,6 @@ def _launchers(V: int, D: int) -> _Launchers:
 @functools.cache
 def _kl_launchers(V: int, D: int, teacher_width: int) -> _KLLaunchers:
     return _KLLaunchers(*map(bind, programs(V, D, teacher_width)[-4:]))
-
-
-class KeptLists(NamedTuple):
-    """Tokens that each row's distribution is restricted to, on the device."""
-
-    counts_T: Tensor
-    """int64 [T], size of the row's set; 0 is the whole vocabulary."""
-    ids: Tensor
-    """int64 [sum of counts], at least one: the sets one after another, in [0, V)."""
 
 
 class Workspace(NamedTuple):
@@ -252,7 +244,7 @@ def reverse_kl_into(
         _give(launch.hidden_grad, head_VD, logits_grad, hidden, grad_hidden, grad_head_VD, adds or wave.start > 0)
 
 
-def _masks(space: Workspace, kept: KeptLists | None, kept_mask: Callable[..., None]) -> Callable[[slice], Tensor]:
+def _masks(space: Workspace, kept: KeptSets | None, kept_mask: Callable[..., None]) -> Callable[[slice], Tensor]:
     """What makes the mask of a wave's rows, or the argument that says nothing."""
     if kept is None:
         return lambda _: space.no_token.view(1, 1)
@@ -275,7 +267,7 @@ def logprob_into(
     entropy_T: Tensor,
     space: Workspace,
     *,
-    kept: KeptLists | None = None,
+    kept: KeptSets | None = None,
 ) -> None:
     """Write log-probability and entropy of softmax(scale * hidden @ head.T), over the row's kept set where it has one,
     at each row's token; no logits are kept.
@@ -305,7 +297,7 @@ def logprob_gradients_into(
     *,
     adds: bool,
     values: tuple[Tensor, Tensor] | None = None,
-    kept: KeptLists | None = None,
+    kept: KeptSets | None = None,
 ) -> None:
     """Write the gradients of the weighted sums of log-probabilities and entropies, from logits made here.
 

@@ -44,7 +44,7 @@ def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
             grad_x [N, J], which may be g.
 
     Besides, for each 2048 tokens, of the projection [ceil(N / 2048), 64, J], high and low halves, and of norm
-    [ceil(N / 2048), D]. mix_grads and `numbers` are from `gates_backward`, w [2, 32, J] is as in `project`.
+    [ceil(N / 2048), D]. mix_grads and `numbers` are from `gates_backward`, w [2, 32, J] from `mix_site.halves`.
 
     A block walks over the tokens with 64 columns of every stream. One warp loads tiles of 64 x 64 in the order in which
     eight multiply and add; another stores.

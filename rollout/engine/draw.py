@@ -56,7 +56,7 @@ def draw_next(sequences: SequenceOf[Sequence], logits_BV: Tensor, hidden_BD: Ten
             token_B[rows],
             temperature=temperature,
             kept=None if kept is None else _kept_of(kept, rows),
-            logits_NV=logits_BV[rows],
+            logits_NV=logits_BV if len(rows) == len(sequences) else logits_BV[rows],  # [B, V] is much to copy
         )
     return Drawn(token_B.numpy().astype(np.int32), logprob_B.numpy(), kept)
 

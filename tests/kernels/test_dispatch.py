@@ -107,7 +107,7 @@ def test_a_program_is_compiled_once_and_found_again():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-PRODUCTS = {"logits", "student_logits", "hidden_grad", "project", "streams_backward"}
+PRODUCTS = {"logits", "student_logits", "hidden_grad", "streams_backward"}
 """Functions whose programs multiply matrices."""
 
 

@@ -14,6 +14,7 @@ from rollforward.kernels.bench import Outputs, different
 from rollforward.kernels.errors import DtypeError, ShapeError
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.linear_logprob import linear_logprob
+from rollforward.kernels.loss.linear_logprob_ref import KeptSets
 from rollforward.kernels.loss.reverse_kl import reverse_kl
 from tests.helpers.kernel_kit import near, repeats, rows_alone
 from tests.helpers.vocabulary_losses import kept_sets, outside
@@ -337,7 +338,7 @@ def test_value_and_gradient_in_one_sweep_with_sets(with_kept):
     hidden, head, _, _, weight = problem(SHAPES[0], 2100)
     weight = weight.clamp(min=0.1)
     token = tokens(1000, 2100, torch.device("cpu"))
-    kept = vocab_sweep.KeptLists(*(one.cuda() for one in kept_sets(token, 1000))) if with_kept else None
+    kept = KeptSets(*(one.cuda() for one in kept_sets(token, 1000))) if with_kept else None
     space = vocab_sweep.workspace(*head.shape, hidden.device, gradient=True, kept=with_kept)
     values, expected = torch.full((2, 2, 2100), float("nan"), device="cuda")
     grads = torch.empty_like(hidden).float(), torch.empty_like(head).float()
