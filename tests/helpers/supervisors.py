@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +145,11 @@ def parent(pid: int) -> int:
 
 
 def owner_process(
-    stage: Stage, owner: str, count: int, lease_s: float, mark: str = "1e6", *, machines: float = 0.0
+    stage: Stage, owner: str, kinds: Sequence[str], lease_s: float, mark: str = "1e6"
 ) -> "subprocess.Popen[str]":
-    """A process that makes sandboxes and prints their identities (owner_main.py); in a session of its own."""
+    """A process that makes sandboxes of these kinds and prints them (owner_main.py); in a session of its own."""
     program = Path(__file__).parent / "owner_main.py"
-    arguments = [stage.name, owner, str(count), str(lease_s), mark, str(machines)]
+    arguments = [stage.name, owner, ",".join(kinds), str(lease_s), mark]
     return subprocess.Popen(
         [sys.executable, program, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

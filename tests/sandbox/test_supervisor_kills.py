@@ -36,8 +36,8 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 @on_loop
 async def test_of_a_killed_owner_nothing_is_left_after_its_lease(stage: Stage) -> None:
     lease_s, sweep_s, teardown_s = 2.0, 0.2, 6.0
-    with owner_process(stage, "owner", 3, lease_s) as owner:
-        made = {owner.stdout.readline().split()[0] for _ in range(3)} if owner.stdout is not None else set()
+    with owner_process(stage, "owner", ["container"] * 3, lease_s) as owner:
+        made = {owner.stdout.readline() for _ in range(3)} if owner.stdout is not None else set()
         assert len(made) == 3
         stage.look()
         assert len(groups(stage.name)) >= 3
