@@ -16,6 +16,10 @@ class DtypeError(KernelError, ValueError):
     """A tensor has a dtype that the op does not take; the caller casts it, knowing what the cast costs."""
 
 
+class DeviceError(KernelError, ValueError):
+    """Tensors of one call lie on several GPUs; the caller moves them to one."""
+
+
 class NonFiniteError(KernelError, ValueError):
     """A weight to be quantised holds NaN or infinity; the caller stops before publishing or stepping."""
 

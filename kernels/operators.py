@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollforward.kernels.errors import DeviceError
+
 _LIBRARY = torch.library.Library("rollforward", "DEF")
 
 
@@ -42,7 +44,23 @@ def operator(
     return getattr(torch.ops.rollforward, name).default
 
 
-def on_device(*operands: Tensor | None) -> list[Any]:
-    """Return operands where tile forms run: those on the CPU are copied to the current device, and autograd brings
-    their gradients back."""
-    return [one if one is None or one.is_cuda else one.to("cuda") for one in operands]
+def device_of(*operands: Tensor | None) -> torch.device:
+    """Return the GPU, with its number, on which operands lie: the current one where all of them are on the CPU.
+
+    Raises:
+        DeviceError: they lie on two GPUs.
+    """
+    found = None
+    for one in operands:
+        if one is None or not one.is_cuda:
+            continue
+        if found is not None and one.device != found:
+            raise DeviceError(f"operands lie on {found} and {one.device}; a program runs on one GPU. Move them to one.")
+        found = one.device
+    return found or torch.device("cuda", torch.cuda.current_device())
+
+
+def on_device(*operands: Tensor | None, device: torch.device | None = None) -> list[Any]:
+    """Return operands where a tile form runs: those on the CPU are copied to the device, `device_of` them where none is
+    given, and autograd brings their gradients back."""
+    return [one if one is None or one.is_cuda else one.to(device or device_of(*operands)) for one in operands]

@@ -9,8 +9,9 @@ from rollforward.kernels.checks import bind_shapes, check_dtype
 from rollforward.kernels.errors import ShapeError
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.linear_logprob_ref import KeptSets, linear_logprob_backward_ref, linear_logprob_ref
+from rollforward.kernels.loss.rounded_head import rounded_head
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS
-from rollforward.kernels.operators import on_device, operator
+from rollforward.kernels.operators import device_of, on_device, operator
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -34,73 +35,79 @@ class _LinearLogprob(torch.autograd.Function):
         return *grads, None, None, None, None
 
 
-def _run(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids):
-    logprob_T, entropy_T = _shapes(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids)
+def _run(hidden_TD, head_VD, rounded_VD, token_T, temperature, kept_counts_T, kept_ids):
+    logprob_T, entropy_T = _shapes(hidden_TD, head_VD, rounded_VD, token_T, temperature, kept_counts_T, kept_ids)
     kept = None if kept_counts_T is None else KeptSets(kept_counts_T, kept_ids)
     vocab_sweep.logprob_into(
-        *(vocab_sweep.rounded(hidden_TD), vocab_sweep.rounded(head_VD), token_T.int(), 1.0 / temperature),
-        *(logprob_T, entropy_T),
-        vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, kept=kept is not None),
+        *(hidden_TD, rounded_VD, token_T.int(), 1.0 / temperature, logprob_T, entropy_T),
+        vocab_sweep.workspace(*rounded_VD.shape, hidden_TD.device, kept=kept is not None),
         kept=kept,
     )
     return logprob_T, entropy_T
 
 
-def _shapes(hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids):
-    del head_VD, temperature, kept_counts_T, kept_ids
+def _shapes(hidden_TD, head_VD, rounded_VD, token_T, temperature, kept_counts_T, kept_ids):
+    del head_VD, rounded_VD, temperature, kept_counts_T, kept_ids
     logprob_T = hidden_TD.new_empty(token_T.shape, dtype=torch.float32)
     return logprob_T, torch.empty_like(logprob_T)
 
 
 def _run_backward(
-    hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
+    hidden_TD, rounded_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
 ):
-    grads = vocab_sweep.gradients_of(*zip((hidden_TD, head_VD), needs, strict=True))
+    grads = vocab_sweep.gradients_of(*zip((hidden_TD, rounded_VD), needs, strict=True))
     kept = None if kept_counts_T is None else KeptSets(kept_counts_T, kept_ids)
     vocab_sweep.logprob_gradients_into(
-        *(hidden_TD, vocab_sweep.rounded(head_VD), token_T.int(), 1.0 / temperature),
+        *(hidden_TD, rounded_VD, token_T.int(), 1.0 / temperature),
         *(grad_logprob_T.contiguous(), grad_entropy_T.contiguous(), *grads),
-        vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, gradient=True, kept=kept is not None),
+        vocab_sweep.workspace(*rounded_VD.shape, hidden_TD.device, gradient=True, kept=kept is not None),
         adds=False,
         kept=kept,
     )
-    asked = zip(grads, (hidden_TD, head_VD), strict=True)
-    return tuple(one.new_empty(0) if grad is None else grad.to(one.dtype) for grad, one in asked)
+    return tuple(grad_logprob_T.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _shapes_backward(
-    hidden_TD, head_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
+    hidden_TD, rounded_VD, token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T, *needs
 ):
-    del token_T, temperature, kept_counts_T, kept_ids, grad_logprob_T, grad_entropy_T
-    asked = zip((hidden_TD, head_VD), needs, strict=True)
-    return tuple(one.new_empty(one.shape if need else (0,)) for one, need in asked)
+    del token_T, temperature, kept_counts_T, kept_ids, grad_entropy_T
+    asked = zip((hidden_TD, rounded_VD), needs, strict=True)
+    return tuple(grad_logprob_T.new_empty(one.shape if need else (0,)) for one, need in asked)
 
 
 def _save(ctx, inputs, output):
     del output
-    hidden_TD, head_VD, token_T, ctx.temperature, *kept = inputs
-    ctx.save_for_backward(hidden_TD, head_VD, token_T, *kept)
+    hidden_TD, head_VD, rounded_VD, token_T, ctx.temperature, *kept = inputs
+    ctx.save_for_backward(hidden_TD, rounded_VD, token_T, *kept)
+    ctx.kinds = [(one.device, one.dtype) for one in (hidden_TD, head_VD)]
 
 
 def _gradients(ctx, grad_logprob_T, grad_entropy_T):
-    hidden_TD, head_VD, token_T, *kept = ctx.saved_tensors
+    hidden_TD, rounded_VD, token_T, *kept = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
-    grads = _TILE_BACKWARD(hidden_TD, head_VD, token_T, ctx.temperature, *kept, grad_logprob_T, grad_entropy_T, *needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *[None] * 4
+    operands = hidden_TD, rounded_VD, token_T, ctx.temperature, *kept
+    grads = zip(_TILE_BACKWARD(*operands, grad_logprob_T, grad_entropy_T, *needs), ctx.kinds, needs, strict=True)
+    return *(grad.to(*kind) if need else None for grad, kind, need in grads), *[None] * 5
 
 
-_ARGUMENTS = "Tensor hidden, Tensor head, Tensor token, float temperature, Tensor? kept_counts, Tensor? kept_ids"
+_SETS = "Tensor token, float temperature, Tensor? kept_counts, Tensor? kept_ids"
 
-_TILE = operator(f"linear_logprob({_ARGUMENTS}) -> (Tensor, Tensor)", _run, _shapes, save=_save, gradients=_gradients)
-"""Log-probability and entropy of each row, float32."""
+_TILE = operator(
+    f"linear_logprob(Tensor hidden, Tensor head, Tensor rounded_head, {_SETS}) -> (Tensor, Tensor)",
+    _run,
+    _shapes,
+    save=_save,
+    gradients=_gradients,
+)
+"""Log-probability and entropy of each row, float32. The head gets the gradient, and its rounded copy is read."""
 
 _TILE_BACKWARD = operator(
-    f"linear_logprob_backward({_ARGUMENTS}, Tensor grad_logprob, Tensor grad_entropy, bool needs_hidden,"
-    " bool needs_head) -> (Tensor, Tensor)",
+    f"linear_logprob_backward(Tensor hidden, Tensor rounded_head, {_SETS}, Tensor grad_logprob, Tensor grad_entropy,"
+    " bool needs_hidden, bool needs_head) -> (Tensor, Tensor)",
     _run_backward,
     _shapes_backward,
 )
-"""Gradients of the hidden states and of the head, in their dtypes; of what needs none it is empty."""
+"""Gradients of the hidden states and of the head, float32; of what needs none it is empty."""
 
 
 def _checked_kept(op: str, token_T: Tensor, counts_T: Tensor | None, ids: Tensor | None, vocab: int) -> KeptSets | None:
@@ -148,7 +155,8 @@ def linear_logprob(
             form has its own (`vocab_sweep`).
 
     The tile form takes hidden states and a head that are each float32, which is rounded to bfloat16, or bfloat16, on
-    the CPU or the device; results come to where the hidden states are, gradients to where their tensor is.
+    the CPU or one device; results come to where the hidden states are, gradients to where their tensor is. A float32
+    head is rounded once, until it is written to (`rounded_head`).
 
     Returns:
         logprob_T (<= 0) and entropy_T (nats, >= 0 up to rounding), of the dtype of the hidden states; float32 in the
@@ -172,7 +180,9 @@ def linear_logprob(
     if dispatch.is_tile("linear_logprob"):
         vocab_sweep.check_operands(op, hidden_TD=hidden_TD, head_VD=head_VD)
         lists = kept if kept is not None and len(kept.ids) else (None, None)  # without a number all sets are the whole
-        values = _TILE(*on_device(hidden_TD, head_VD, token_T), temperature, *on_device(*lists))
+        device = device_of(hidden_TD, head_VD)
+        taken_TD, token_T, *lists = on_device(hidden_TD, token_T, *lists, device=device)
+        values = _TILE(taken_TD, head_VD, rounded_head(head_VD, device), token_T, temperature, *lists)
         logprob_T, entropy_T = (one.to(hidden_TD.device) for one in values)
         return logprob_T, entropy_T
     check_dtype(op, "hidden_TD", hidden_TD, torch.float32, torch.float64)

@@ -7,21 +7,22 @@ from rollforward.kernels import dispatch
 from rollforward.kernels.checks import bind_shapes, check_dtype
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.loss.reverse_kl_ref import reverse_kl_rows_ref
+from rollforward.kernels.loss.rounded_head import rounded_head
 from rollforward.kernels.loss.sweep import CHUNK_TOKENS, teacher_sweep
-from rollforward.kernels.operators import on_device, operator
+from rollforward.kernels.operators import device_of, on_device, operator
 
 
-def _run(hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, needs_hidden, needs_head):
-    operands = (vocab_sweep.rounded(one) for one in (head_VD, teacher_hidden_TE, teacher_head_VE))
+def _run(hidden_TD, head_VD, rounded_VD, teacher_hidden_TE, teacher_VE, weight_T, needs_hidden, needs_head):
     space = vocab_sweep.workspace(*head_VD.shape, hidden_TD.device, teacher=True)
     kl_T = torch.empty_like(weight_T)
-    grads = vocab_sweep.gradients_of((hidden_TD, needs_hidden), (head_VD, needs_head))
-    vocab_sweep.reverse_kl_into(hidden_TD, *operands, weight_T, kl_T, *grads, space, adds=False)
+    grads = vocab_sweep.gradients_of((hidden_TD, needs_hidden), (rounded_VD, needs_head))
+    operands = hidden_TD, rounded_VD, teacher_hidden_TE, teacher_VE, weight_T
+    vocab_sweep.reverse_kl_into(*operands, kl_T, *grads, space, adds=False)
     return (weight_T * kl_T).sum(), kl_T, *(kl_T.new_empty(0) if one is None else one for one in grads)
 
 
-def _shapes(hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, needs_hidden, needs_head):
-    del teacher_hidden_TE, teacher_head_VE
+def _shapes(hidden_TD, head_VD, rounded_VD, teacher_hidden_TE, teacher_VE, weight_T, needs_hidden, needs_head):
+    del rounded_VD, teacher_hidden_TE, teacher_VE
     grads = (
         weight_T.new_empty(one.shape if need else (0,))
         for one, need in ((hidden_TD, needs_hidden), (head_VD, needs_head))
@@ -32,24 +33,26 @@ def _shapes(hidden_TD, head_VD, teacher_hidden_TE, teacher_head_VE, weight_T, ne
 def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[2:])
-    ctx.dtypes = [one.dtype if need else None for one, need in zip(inputs[:2], inputs[-2:], strict=True)]
+    asked = zip(inputs[:2], inputs[-2:], strict=True)
+    ctx.kinds = [(one.device, one.dtype) if need else None for one, need in asked]
 
 
 def _gradients(ctx, grad_loss, *_):
-    of_loss = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-    grads = (None if dtype is None else (one * grad_loss).to(dtype) for one, dtype in of_loss)
-    return *grads, *[None] * 5
+    of_loss = zip(ctx.saved_tensors, ctx.kinds, strict=True)
+    grads = (None if kind is None else (one * grad_loss).to(*kind) for one, kind in of_loss)
+    return *grads, *[None] * 6
 
 
 _TILE = operator(
-    "reverse_kl(Tensor hidden, Tensor head, Tensor teacher_hidden, Tensor teacher_head, Tensor row_weight,"
-    " bool needs_hidden, bool needs_head) -> (Tensor, Tensor, Tensor, Tensor)",
+    "reverse_kl(Tensor hidden, Tensor head, Tensor rounded_head, Tensor teacher_hidden, Tensor rounded_teacher_head,"
+    " Tensor row_weight, bool needs_hidden, bool needs_head) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _shapes,
     save=_save,
     gradients=_gradients,
 )
-"""Loss, KL of each row, and the gradients of the loss, float32; of what needs none it is empty."""
+"""Loss, KL of each row, and the gradients of the loss, float32; of what needs none it is empty. The head gets the
+gradient, and its rounded copy is read."""
 
 
 def _reverse_kl_tile(
@@ -77,9 +80,11 @@ def _reverse_kl_tile(
     )
     grows = torch.is_grad_enabled()
     needs = grows and student_hidden_TD.requires_grad, grows and student_head_VD.requires_grad
-    teacher = teacher_hidden_TE.detach(), teacher_head_VE.detach()
-    operands = on_device(student_hidden_TD, student_head_VD, *teacher, row_weight_T.detach())
-    loss, kl_T, _, _ = _TILE(*operands, *needs)
+    device = device_of(student_hidden_TD, student_head_VD, teacher_hidden_TE, teacher_head_VE)
+    tensors = student_hidden_TD, teacher_hidden_TE.detach(), row_weight_T.detach()
+    hidden_TD, teacher_hidden_TE, weight_T = on_device(*tensors, device=device)
+    rounded_VD, teacher_VE = (rounded_head(one, device) for one in (student_head_VD, teacher_head_VE))
+    loss, kl_T, _, _ = _TILE(hidden_TD, student_head_VD, rounded_VD, teacher_hidden_TE, teacher_VE, weight_T, *needs)
     return loss.to(student_hidden_TD.device), kl_T.to(student_hidden_TD.device)
 
 
@@ -108,7 +113,8 @@ def reverse_kl(
             The tile form has its own (`vocab_sweep`).
 
     The tile form takes hidden states and heads that are each float32, which is rounded to bfloat16, or bfloat16, on
-    the CPU or the device; results come to where the student's hidden states are, gradients to where their tensor is.
+    the CPU or one device; results come to where the student's hidden states are, gradients to where their tensor is.
+    Float32 heads are rounded once, until they are written to (`rounded_head`).
 
     Returns:
         loss [], and kl_T [T] in nats, >= 0, 0 where the weight is 0; the latter has no gradient.

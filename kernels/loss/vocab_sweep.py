@@ -217,7 +217,7 @@ def reverse_kl_into(
     Args:
         hidden_TD: [T, D] bfloat16 or float32 that is rounded to it.
         head_VD: [V, D] bfloat16.
-        teacher_hidden_TE: [T, E] bfloat16.
+        teacher_hidden_TE: [T, E] bfloat16 or float32 that is rounded to it.
         teacher_head_VE: [V, E] bfloat16.
         row_weight_T: [T] float32; rows of weight 0 may hold anything.
         kl_T: [T] float32, written.
@@ -236,7 +236,8 @@ def reverse_kl_into(
         teacher_stats, stats = _stats(space, V, len(hidden)), _stats(space, V, len(hidden), behind=3)
         centres = _stats(space, V, len(hidden), TILE_V // PART, behind=6).flatten(0, 1)
         nothing = space.no_token, space.no_token.view(1, 1), space.token_logit[:1]
-        launch.teacher(teacher_hidden_TE[wave], teacher_head_VE, 1.0, *nothing[:2], logits, teacher_stats, nothing[2])
+        of_teacher = rounded(teacher_hidden_TE[wave])
+        launch.teacher(of_teacher, teacher_head_VE, 1.0, *nothing[:2], logits, teacher_stats, nothing[2])
         launch.student(hidden, head_VD, logits, words, stats, centres)
         launch.rows(words.view(torch.uint16), stats, centres, teacher_stats, row_weight_T[wave], kl_T[wave])
         logits_grad = words.view(torch.bfloat16)[:, :V]
@@ -272,7 +273,8 @@ def logprob_into(
     """Write log-probability and entropy of softmax(scale * hidden @ head.T), over the row's kept set where it has one,
     at each row's token; no logits are kept.
 
-    hidden_TD and head_VD are bfloat16, token_T int32. May be captured in a CUDA graph.
+    hidden_TD is bfloat16, or float32 that is rounded to it wave by wave; head_VD bfloat16, token_T int32. May be
+    captured in a CUDA graph.
     """
     launch = _launchers(*head_VD.shape)
     mask_of = _masks(space, kept, launch.kept_mask)
@@ -280,7 +282,8 @@ def logprob_into(
     for rows in _spans(0, len(token_T), WAVE):
         tokens = rows.stop - rows.start
         stats, token_logit = _stats(space, head_VD.shape[0], tokens), space.token_logit[:tokens]
-        value(hidden_TD[rows], head_VD, scale, token_T[rows], mask_of(rows), space.nothing, stats, token_logit)
+        hidden = rounded(hidden_TD[rows])
+        value(hidden, head_VD, scale, token_T[rows], mask_of(rows), space.nothing, stats, token_logit)
         launch.logprob_rows(stats, token_logit, logprob_T[rows], entropy_T[rows])
 
 

@@ -14,6 +14,7 @@ from rollforward.kernels.quant import mxfp4_sweep
 
 OPS = torch.ops.rollforward
 T, V, D, E = 5, 100, 16, 8
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -38,23 +39,39 @@ def looks(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
 @pytest.mark.parametrize("kept", [(), (T, 9)])
 def test_linear_logprob(dtype, kept):
     lists = [integers(size) for size in kept] or [None, None]
-    hidden, head = floats(T, D, dtype=dtype, leaf=True), floats(V, D, dtype=dtype)
-    logprob, entropy = OPS.linear_logprob(hidden, head, integers(T), 0.7, *lists)
+    hidden, head, rounded = floats(T, D, dtype=dtype, leaf=True), floats(V, D, dtype=dtype), floats(V, D, dtype=BF16)
+    logprob, entropy = OPS.linear_logprob(hidden, head, rounded, integers(T), 0.7, *lists)
     assert looks(logprob) == looks(entropy) == (torch.float32, (T,))
     (grad,) = torch.autograd.grad(logprob.sum(), hidden)
     assert looks(grad) == (dtype, (T, D))
     head.requires_grad_()
-    _, entropy = OPS.linear_logprob(hidden.detach(), head, integers(T), 0.7, *lists)
+    _, entropy = OPS.linear_logprob(hidden.detach(), head, rounded, integers(T), 0.7, *lists)
     assert looks(torch.autograd.grad(entropy.sum(), head)[0]) == (dtype, (V, D))
     with torch.no_grad():
-        assert not OPS.linear_logprob(hidden, head, integers(T), 0.7, *lists)[0].requires_grad
+        assert not OPS.linear_logprob(hidden, head, rounded, integers(T), 0.7, *lists)[0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_may_lie_on_the_cpu_and_gets_its_gradient_there(dtype):
+    """As beside a GPU, whose place the device of tensors without values has here."""
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.device("meta"):
+        hidden, rounded, token = floats(T, D), floats(V, D, dtype=BF16), integers(T)
+        head = torch.zeros(V, D, dtype=dtype, device="cpu", requires_grad=True)
+        logprob, _ = OPS.linear_logprob(hidden, head, rounded, token, 0.7, None, None)
+        others = floats(T, E), floats(V, E, dtype=BF16), floats(T)
+        loss, *_ = OPS.reverse_kl(hidden, head, rounded, *others, False, True)
+        for value in (logprob.sum(), loss):
+            assert value.is_meta
+            graph = value.grad_fn if value is loss else value.grad_fn.next_functions[0][0]
+            assert [one is not None for one, _ in graph.next_functions[:2]] == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 def test_reverse_kl(dtype, needs):
     leaves = [floats(*size, dtype=dtype, leaf=need) for size, need in zip(((T, D), (V, D)), needs, strict=True)]
-    loss, kl, *grads = OPS.reverse_kl(*leaves, floats(T, E), floats(V, E), floats(T), *needs)
+    heads = floats(V, D, dtype=BF16), floats(V, E, dtype=BF16)
+    loss, kl, *grads = OPS.reverse_kl(*leaves, heads[0], floats(T, E), heads[1], floats(T), *needs)
     assert looks(loss) == (torch.float32, ())
     assert looks(kl) == (torch.float32, (T,))
     assert not kl.requires_grad

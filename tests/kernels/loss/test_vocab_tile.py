@@ -408,15 +408,16 @@ def test_operators_keep_torchs_rules():
     token = tokens(1000, 20, torch.device("cuda"))
     counts, ids = (one.cuda() for one in kept_sets(token.cpu(), 1000))
     leaves = hidden.float().requires_grad_(), head.float().requires_grad_()
+    with_head, without = (*leaves, head), (hidden, head, head)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     for op, arguments in [
-        (torch.ops.rollforward.linear_logprob, (*leaves, token, 0.7, counts, ids)),
-        (torch.ops.rollforward.linear_logprob, (*leaves, token, 0.7, None, None)),
+        (torch.ops.rollforward.linear_logprob, (*with_head, token, 0.7, counts, ids)),
+        (torch.ops.rollforward.linear_logprob, (*with_head, token, 0.7, None, None)),
         (
             torch.ops.rollforward.linear_logprob_backward,
             (hidden, head, token, 0.7, counts, ids, weight, weight, True, False),
         ),
-        (torch.ops.rollforward.reverse_kl, (*leaves, teacher_hidden, teacher_head, weight, True, True)),
-        (torch.ops.rollforward.reverse_kl, (hidden, head, teacher_hidden, teacher_head, weight, False, False)),
+        (torch.ops.rollforward.reverse_kl, (*with_head, teacher_hidden, teacher_head, weight, True, True)),
+        (torch.ops.rollforward.reverse_kl, (*without, teacher_hidden, teacher_head, weight, False, False)),
     ]:
         torch.library.opcheck(op, arguments, test_utils=tests)
