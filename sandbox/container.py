@@ -88,7 +88,7 @@ class ContainerSubstrate:
         """Make a container.
 
         Raises:
-            SandboxUnavailableError: it cannot be made; nothing is left of it.
+            SandboxUnavailableError: it cannot be made; what is left of it is `left`.
             ToolError: a tool of the spec cannot be imported.
             SandboxFileError: the snapshot is none, or does not fit.
         """
@@ -100,7 +100,13 @@ class ContainerSubstrate:
             raise SandboxUnavailableError("sandbox: there is no room for another container; kill one first")
         template = await self._warm()
         uid = self._users.pop()
-        container = Container(sandbox_id, spec, self._hierarchies, self._label, functools.partial(self._forget, uid))
+        try:
+            container = Container(
+                sandbox_id, spec, self._hierarchies, self._label, functools.partial(self._forget, uid)
+            )
+        except BaseException:
+            self._users.append(uid)
+            raise
         self._containers[sandbox_id] = container
         try:
             await container.start(template, {**image, "uid": uid}, codes, snapshot or b"")
@@ -108,6 +114,10 @@ class ContainerSubstrate:
             await container.kill()
             raise
         return container
+
+    def left(self, sandbox_id: str) -> "Container | None":
+        """See `Substrate`."""
+        return self._containers.get(sandbox_id)
 
     async def close(self) -> None:
         """End all containers, and the template."""

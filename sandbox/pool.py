@@ -278,14 +278,15 @@ class Pool:
                 " longer (create_timeout_s)"
             ) from None
         making.has_room = True
+        record = LeaseRecord(
+            instance=secrets.token_hex(8),
+            sandbox_id=sandbox_id,
+            owner=owner,
+            labels=making.spec.labels,
+            made_unix_s=time.time(),
+        )
+        box = None
         try:
-            record = LeaseRecord(
-                instance=secrets.token_hex(8),
-                sandbox_id=sandbox_id,
-                owner=owner,
-                labels=making.spec.labels,
-                made_unix_s=time.time(),
-            )
             box = await self._take_warm(record, making.spec) if snapshot is None else None
             if box is None:
                 box = await self._new(record, making.spec, snapshot)
@@ -296,7 +297,7 @@ class Pool:
                 raise SandboxUnavailableError(f"sandbox {sandbox_id} died as soon as it was made")
         except BaseException:
             self._counts["failed"] += 1
-            self._room.give()
+            self._leave_room(record.instance if box is None else box.record.instance)
             raise
         box.has_room, box.deadline = True, Deadline(self._config.lease_s)
         self._held[sandbox_id] = box
@@ -316,7 +317,11 @@ class Pool:
             try:
                 sandbox = await self._substrate.create(record.instance, spec, **_beginning(snapshot))
             except BaseException:
-                self._book.remove(record.instance)
+                left = self._substrate.left(record.instance)
+                if left is None:
+                    self._book.remove(record.instance)
+                else:
+                    self._take_down(Box(record=record, spec=spec, sandbox=left, made_s=time.monotonic()))
                 raise
         box = Box(record=record, spec=spec, sandbox=sandbox, made_s=time.monotonic())
         sandbox.died.add_done_callback(lambda died: self._died(box, died))
@@ -442,6 +447,14 @@ class Pool:
         if box.has_room:
             box.has_room = False
             self._room.give()
+
+    def _leave_room(self, instance: str) -> None:
+        """Give the place of a sandbox that nobody gets back, when nothing of it is left."""
+        left = (box for box in (*self._ending, *self._stuck) if box.record.instance == instance)
+        if (box := next(left, None)) is None:
+            self._room.give()
+        else:
+            box.has_room = True
 
     def gone_error(self, sandbox_id: str, instance: str) -> SandboxGoneError:
         """Say why a sandbox is not there, as far as that is remembered."""

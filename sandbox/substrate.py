@@ -34,10 +34,14 @@ class Substrate(Protocol):
         """Make one.
 
         Raises:
-            SandboxUnavailableError: it cannot be made; nothing is left of it.
+            SandboxUnavailableError: it cannot be made; what is left of it is `left`.
             ToolError: a tool of the spec cannot be imported.
             SandboxFileError: the snapshot is none, or does not fit.
         """
+        ...
+
+    def left(self, sandbox_id: str) -> Instance | None:
+        """What has been killed of one that could not be made and is not gone yet; None: nothing."""
         ...
 
     async def close(self) -> None:
@@ -69,6 +73,11 @@ class Substrates:
             await self._start(spec.substrate)
         more: dict[str, Any] = {"snapshot": snapshot} if saved is None else {"saved": saved}
         return await self._started[spec.substrate].create(sandbox_id, spec, **more)
+
+    def left(self, sandbox_id: str) -> Instance | None:
+        """See `Substrate`."""
+        found = (substrate.left(sandbox_id) for substrate in self._started.values())
+        return next((instance for instance in found if instance is not None), None)
 
     async def close(self) -> None:
         """See `Substrate`."""

@@ -105,6 +105,10 @@ class MachineSubstrate(Generic[MachineT, StateT]):
             self.release(state)
         return machine
 
+    def left(self, sandbox_id: str) -> MachineT | None:
+        """See `Substrate`."""
+        return self._machines.get(sandbox_id)
+
     async def close(self) -> None:
         """See `Substrate`."""
         self._is_closed = True

@@ -18,7 +18,7 @@ from rollforward.sandbox import cgroups
 from rollforward.sandbox import instance as instance_module
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import Limits, ToolConfig
-from rollforward.sandbox.container import ContainerSubstrate
+from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.errors import (
     GoneCause,
     SandboxBusyError,
@@ -466,12 +466,25 @@ async def test_the_record_is_there_before_the_sandbox_and_as_long_as_it(tmp_path
     assert seen == [("write", 0, False), ("write", made, True), ("remove", 0, False)]
 
 
+@contextlib.contextmanager
+def undying(pid: int) -> Iterator[None]:
+    """The kernel ends no first process of a namespace while somebody outside has not seen the end of a child that he
+    has in it."""
+    guest = subprocess.Popen(["nsenter", "--target", str(pid), "--pid", "sleep", "1000"])
+    wait_for(lambda: bool(descendants(guest.pid)))
+    os.kill(guest.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(guest.pid, signal.SIGCONT)
+        guest.wait()
+
+
 @on_loop
 async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without control groups too, which would tell of what is left: the kernel ends no first process of a namespace
-    while somebody outside has not seen the end of a child that he has in it."""
+    """Without control groups too, which would tell of what is left."""
     monkeypatch.setattr(instance_module, "_KILL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(instance_module, "_REMOVE_TRIES", 5)
     substrate = ContainerSubstrate(
@@ -483,10 +496,7 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     users = list(substrate._users)  # pyright: ignore[reportPrivateUsage]
     box = await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
     pid = box.sandbox.pid
-    guest = subprocess.Popen(["nsenter", "--target", str(pid), "--pid", "sleep", "1000"])
-    wait_for(lambda: bool(descendants(guest.pid)))
-    os.kill(guest.pid, signal.SIGSTOP)
-    try:
+    with undying(pid):
         pool.close("a", box.record.instance)
         while pool.stats().ending:
             await asyncio.sleep(0.02)
@@ -499,9 +509,6 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
                 await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=0.1)
             pool.sweep(0.0)
             await asyncio.sleep(0.1)
-    finally:
-        os.kill(guest.pid, signal.SIGCONT)
-        guest.wait()
     while not box.sandbox.died.done():
         await asyncio.sleep(0.02)
     pool.sweep(0.0)
@@ -510,3 +517,63 @@ async def test_what_does_not_die_in_time_keeps_its_record_its_room_and_its_user(
     assert [record.sandbox_id for record in book.read()] == ["b"]
     await pool.shutdown()
     assert sorted(substrate._users) == sorted(users)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("has_groups", [False, True])
+@on_loop
+async def test_one_that_does_not_come_up_and_does_not_die_keeps_its_record_its_room_and_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_groups: bool
+) -> None:
+    monkeypatch.setattr(instance_module, "_KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(instance_module, "_REMOVE_TRIES", 5)
+    hierarchies = None if has_groups else cgroups.Hierarchies(None, None, None)
+    substrate = ContainerSubstrate(Images({}), label="unmade", max_sandboxes=4, hierarchies=hierarchies)
+    await substrate.start()
+    book = LeaseBook(tmp_path / "leases")
+    pool = Pool(substrate, book, config(max_sandboxes=1))
+    users = list(substrate._users)  # pyright: ignore[reportPrivateUsage]
+    with contextlib.ExitStack() as stack:
+
+        async def hang(self: Container, *_: object) -> None:
+            stack.enter_context(undying(self.pid))
+            raise TimeoutError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Container, "_greet", hang)
+            with pytest.raises(SandboxUnavailableError, match="did not come up"):
+                await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
+        while pool.stats().ending:
+            await asyncio.sleep(0.02)
+        for _ in range(2):
+            assert (pool.stats().stuck, pool.stats().held, pool.stats().failed) == (1, 0, 1)
+            assert [record.sandbox_id for record in book.read()] == ["a"]
+            assert len(substrate._users) == len(users) - 1  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(SandboxBusyError):
+                await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=0.1)
+            pool.sweep(0.0)
+            await asyncio.sleep(0.1)
+    for _ in range(100):
+        if not pool.stats().stuck:
+            break
+        pool.sweep(0.0)
+        await asyncio.sleep(0.05)
+    assert list(book.read()) == []
+    assert groups("unmade") == []
+    await pool.create("b", SandboxSpec(), owner="me", snapshot=None, within_s=10.0)
+    with pytest.raises(SandboxBusyError):  # its place was given back once
+        await pool.create("c", SandboxSpec(), owner="me", snapshot=None, within_s=0.1)
+    await pool.shutdown()
+    assert sorted(substrate._users) == sorted(users)  # pyright: ignore[reportPrivateUsage]
+
+
+@on_loop
+async def test_where_no_control_group_can_be_made_nothing_is_used_up(tmp_path: Path) -> None:
+    absent = cgroups.Hierarchies(None, tmp_path / "absent", None)
+    substrate = ContainerSubstrate(Images({}), label="groupless", max_sandboxes=2, hierarchies=absent)
+    await substrate.start()
+    pool = Pool(substrate, LeaseBook(tmp_path / "leases"), config(max_sandboxes=1))
+    for _ in range(3):
+        with pytest.raises(SandboxUnavailableError, match="making its control group failed"):
+            await pool.create("a", SandboxSpec(), owner="me", snapshot=None, within_s=1.0)
+    assert len(substrate._users) == 2  # pyright: ignore[reportPrivateUsage]
+    await pool.shutdown()
