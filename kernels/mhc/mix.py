@@ -70,7 +70,8 @@ def mhc_enter(
             streams_TMD, fn_XJ, base_X, scale_3, iters=iters, eps=eps, norm_eps=norm_eps
         )
         return rms_norm(mhc_pre(streams_TMD, pre_TM), norm_D, eps=norm_eps), post_TM, comb_TMM
-    _check_way("mhc_enter", streams_TMD, fn_XJ, base_X, scale_3, norm_D)
+    _check_site("mhc_enter", streams_TMD, fn_XJ, base_X, scale_3, norm_D)
+    _check_tile("mhc_enter", streams_TMD, fn_XJ=fn_XJ, base_X=base_X, scale_3=scale_3, norm_D=norm_D)
     entered = mix_sweep.Enter.apply(streams_TMD, fn_XJ, base_X, scale_3, norm_D, (iters, eps, norm_eps))
     return entered[0], *_post_and_comb(entered[1])
 
@@ -106,8 +107,9 @@ def mhc_across(
             streams_TMD, fn_XJ, base_X, scale_3, norm_D, iters=iters, eps=eps, norm_eps=norm_eps
         )
     check_shapes("mhc_across", sublayer_TD=sublayer_TD, streams_TMD=streams_TMD, post_TM=post_TM, comb_TMM=comb_TMM)
-    check_dtype("mhc_across", "sublayer_TD", sublayer_TD, torch.bfloat16, torch.float32)
-    _check_way("mhc_across", streams_TMD, fn_XJ, base_X, scale_3, norm_D)
+    _check_site("mhc_across", streams_TMD, fn_XJ, base_X, scale_3, norm_D)
+    site = {"fn_XJ": fn_XJ, "base_X": base_X, "scale_3": scale_3, "norm_D": norm_D}
+    _check_tile("mhc_across", streams_TMD, sublayer_TD, post_TM=post_TM, comb_TMM=comb_TMM, **site)
     streams_TMD, input_TD, weights = mix_sweep.Across.apply(
         *(sublayer_TD.bfloat16(), streams_TMD, post_TM, comb_TMM),
         *(fn_XJ, base_X, scale_3, norm_D, (iters, eps, norm_eps)),
@@ -115,13 +117,22 @@ def mhc_across(
     return streams_TMD, input_TD, *_post_and_comb(weights)
 
 
-def _check_way(op: str, streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale_3: Tensor, norm_D: Tensor) -> None:
-    """Raise unless the tile form takes these."""
+def _check_site(op: str, streams_TMD: Tensor, fn_XJ: Tensor, base_X: Tensor, scale_3: Tensor, norm_D: Tensor) -> None:
+    """Raise unless these are the numbers of a way into a sublayer of four streams."""
     sizes = bind_shapes(op, streams_TMD=(streams_TMD, "T 4 D"), norm_D=(norm_D, "D"))
-    mix_sweep.check_streams(op, streams_TMD)
     bind_shapes(op, fn_XJ=(fn_XJ, f"24 {4 * sizes['D']}"), base_X=(base_X, "24"), scale_3=(scale_3, "3"))
-    for name, one in {"fn_XJ": fn_XJ, "base_X": base_X, "scale_3": scale_3, "norm_D": norm_D}.items():
+
+
+def _check_tile(op: str, streams_TMD: Tensor, sublayer_TD: Tensor | None = None, **numbers: Tensor) -> None:
+    """Raise unless the tile form takes these: four streams, a sublayer's output, and float32 numbers, on one GPU."""
+    bind_shapes(op, streams_TMD=(streams_TMD, "T 4 D"))
+    mix_sweep.check_streams(op, streams_TMD)
+    for name, one in numbers.items():
         check_dtype(op, name, one, torch.float32)
+    if sublayer_TD is not None:
+        check_dtype(op, "sublayer_TD", sublayer_TD, torch.bfloat16, torch.float32)
+        numbers["sublayer_TD"] = sublayer_TD
+    mix_sweep.check_device(op, streams_TMD, **numbers)
 
 
 def _post_and_comb(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,9 +163,7 @@ def mhc_post(sublayer_TD: Tensor, streams_TMD: Tensor, post_TM: Tensor, comb_TMM
     """
     check_shapes("mhc_post", sublayer_TD=sublayer_TD, streams_TMD=streams_TMD, post_TM=post_TM, comb_TMM=comb_TMM)
     if dispatch.is_tile("mix"):
-        bind_shapes("mhc_post", streams_TMD=(streams_TMD, "T 4 D"))
-        mix_sweep.check_streams("mhc_post", streams_TMD)
-        check_dtype("mhc_post", "sublayer_TD", sublayer_TD, torch.bfloat16, torch.float32)
+        _check_tile("mhc_post", streams_TMD, sublayer_TD, post_TM=post_TM, comb_TMM=comb_TMM)
         return mix_sweep.Leave.apply(sublayer_TD.bfloat16(), streams_TMD, post_TM, comb_TMM)
     return mhc_post_ref(sublayer_TD, streams_TMD, post_TM, comb_TMM)
 
@@ -169,7 +178,6 @@ def mhc_head(
     sizes = check_shapes("mhc_head", streams_TMD=streams_TMD, fn_MJ=fn_MJ, base_M=base_M, scale_1=scale_1)
     bind_shapes("mhc_head", fn_MJ=(fn_MJ, f"M {sizes['M'] * sizes['D']}"))
     if dispatch.is_tile("mix"):
-        bind_shapes("mhc_head", streams_TMD=(streams_TMD, "T 4 D"))
-        mix_sweep.check_streams("mhc_head", streams_TMD)
+        _check_tile("mhc_head", streams_TMD, fn_MJ=fn_MJ, base_M=base_M, scale_1=scale_1)
         return mix_sweep.Enter.apply(*(streams_TMD, fn_MJ, base_M, scale_1, None, (HEAD_ITERS, eps, norm_eps)))[0]
     return mhc_head_ref(streams_TMD, fn_MJ, base_M, scale_1, eps=eps, norm_eps=norm_eps)

@@ -64,13 +64,13 @@ def _of_width(name: str, D: int) -> Callable[..., None]:
 
 
 class Grads(NamedTuple):
-    """Gradients of a site's parameters, float32."""
+    """Gradients of a site's parameters, float32; None where none of them is asked for."""
 
-    fn: Tensor
+    fn: Tensor | None
     """[X, J]."""
-    base: Tensor
+    base: Tensor | None
     """[X]."""
-    scale: Tensor
+    scale: Tensor | None
     """[3], or [1] of the head."""
     norm: Tensor | None
     """[D], or None where there is no norm."""
@@ -89,8 +89,8 @@ class Out(NamedTuple):
     """[N, D] bfloat16, written."""
     grad_x: Tensor
     """[N, J] bfloat16, written."""
-    grad_weights: Tensor
-    """[N, 32] float32, written: the gradients of post and comb at their places, 0 elsewhere."""
+    grad_weights: Tensor | None
+    """[N, 32] float32, written: the gradients of post and comb at their places, 0 elsewhere; None: not asked for."""
 
 
 def enter_backward_into(
@@ -104,6 +104,7 @@ def enter_backward_into(
     norm: Tensor | None = None,
     *,
     out: Out | None = None,
+    sums: bool = True,
 ) -> Grads:
     """Add the gradient of the streams of a way in to grad_x, and return those of its parameters.
 
@@ -117,6 +118,7 @@ def enter_backward_into(
         grad_x: [N, J] bfloat16, the gradient of the streams by other ways; added to, or with `out` only read.
         norm: [D] float32: the input was normalised, times this.
         out: see `across_backward_into`.
+        sums: whether those of the parameters are asked for; else all four are None.
 
     Invariants: rows have the bits of the row alone; sums over tokens go by 2048 and repeat bit for bit; may be captured
         in a CUDA graph.
@@ -139,7 +141,10 @@ def enter_backward_into(
     else:
         dots = weights.new_empty((D // BACK_D, STREAMS + STREAMS**2, N))
         launch.streams_backward(*operands, out.f, out.x, out.grad_f, out.grad_x, dots, *parts)
-        _of_width("weight_sums", D)(dots, out.grad_weights)
+        if out.grad_weights is not None:
+            _of_width("weight_sums", D)(dots, out.grad_weights)
+    if not sums:
+        return Grads(None, None, None, None)
     X = len(site.base)
     grad_fn, numbers, grad_norm = (weights.new_empty(size) for size in ((X, STREAMS * D), (PLACES,), len(norm)))
     launch.parameter_sums(*parts, by_place, grad_fn, grad_norm, numbers)
@@ -156,6 +161,8 @@ def across_backward_into(
     weights: Tensor,
     grad_weights: Tensor,
     norm: Tensor | None = None,
+    *,
+    sums: bool = True,
 ) -> Grads:
     """Write the gradients of a way out and of the way in that reads its streams x, in one pass.
 
@@ -165,14 +172,14 @@ def across_backward_into(
     Args:
         g: see above.
         out: the way out; its gradients are written.
-        x, dy, site, raw, weights, grad_weights, norm: of the way in, as for `enter_backward_into`.
+        x, dy, site, raw, weights, grad_weights, norm, sums: of the way in, as for `enter_backward_into`.
 
     Returns:
         the gradients of the way in's parameters.
 
     Invariants: as for `enter_backward_into`.
     """
-    return enter_backward_into(x, dy, site, raw, weights, grad_weights, g, norm, out=out)
+    return enter_backward_into(x, dy, site, raw, weights, grad_weights, g, norm, out=out, sums=sums)
 
 
 def leave_backward_into(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollforward.kernels.checks import check_dtype
 from rollforward.kernels.dispatch import Program, bind, program
-from rollforward.kernels.errors import ShapeError
+from rollforward.kernels.errors import BackendError, DeviceError, ShapeError
 from rollforward.kernels.mhc import mix_grad_sweep
 from rollforward.kernels.mhc.mix_site import COMB, HEAD_ITERS, PLACES, POST, STREAMS, Site, halves
 
@@ -58,6 +58,16 @@ def check_streams(op: str, streams_TMD: Tensor) -> None:
             f"{op}: D, the width of streams_TMD, is {width}; in the tile form it must be a multiple of 256, at least"
             " 512. Use the reference."
         )
+
+
+def check_device(op: str, streams_TMD: Tensor, /, **others: Tensor) -> None:
+    """Raise unless streams and others lie on one GPU."""
+    for name, one in {"streams_TMD": streams_TMD, **others}.items():
+        if not one.is_cuda or one.device != streams_TMD.device:
+            raise DeviceError(
+                f"{op}: {name} is on {one.device} and streams_TMD on {streams_TMD.device}; the tile form takes all on"
+                " one GPU. Move them there."
+            )
 
 
 class Way(NamedTuple):
@@ -194,6 +204,22 @@ _Settings = tuple[int, float, float]
 """Sinkhorn passes, hc_eps, rms_norm_eps."""
 
 
+def _not_again(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to make gradients that are to be differentiated: the programs leave no graph, and torch's own
+    `once_differentiable` lets a gradient pass as a constant where what comes in is one."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise BackendError(
+                "kernels: mix runs as tile, which has no gradients of gradients. Leave create_graph out, or use the"
+                " reference."
+            )
+        return backward(ctx, *grads)
+
+    return run
+
+
 class Enter(torch.autograd.Function):
     """Streams -> sublayer's input and all weights; see `enter_into`."""
 
@@ -218,6 +244,7 @@ class Enter(torch.autograd.Function):
         return into.y, into.weights
 
     @staticmethod
+    @_not_again
     def backward(ctx: Any, dy: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of streams, fn, base, scale and norm."""
         x, fn, base, scale, norm, raw, weights = ctx.saved_tensors
@@ -226,7 +253,7 @@ class Enter(torch.autograd.Function):
         grads = _no_grads(way)
         if len(x):
             operands = x, dy.contiguous(), way.site, raw, weights, grad_weights.contiguous(), grad_x, norm
-            grads = mix_grad_sweep.enter_backward_into(*operands)
+            grads = mix_grad_sweep.enter_backward_into(*operands, sums=any(ctx.needs_input_grad[1:5]))
         return grad_x.unflatten(1, (STREAMS, -1)), *grads, None
 
 
@@ -258,20 +285,27 @@ class Across(torch.autograd.Function):
         return streams.view_as(streams_TMD), into.y, into.weights
 
     @staticmethod
+    @_not_again
     def backward(ctx: Any, grad: Tensor, dy: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of f, streams, post, comb, fn, base, scale and norm."""
         f, x, before, streams, fn, base, scale, norm, raw, weights = ctx.saved_tensors
         way = Way(fn, base, scale, norm, *ctx.settings)
         grads = _no_grads(way)
-        out = mix_grad_sweep.Out(
-            *(f, x, before, torch.empty_like(f), torch.empty_like(x), torch.zeros_like(raw)),
-        )
+        of_before = torch.zeros_like(before) if any(ctx.needs_input_grad[2:4]) else None
+        out = mix_grad_sweep.Out(f, x, before, torch.empty_like(f), torch.empty_like(x), of_before)
         if len(x):
             g = grad.flatten(1).contiguous()
             operands = streams, dy.contiguous(), way.site, raw, weights, grad_weights.contiguous(), norm
-            grads = mix_grad_sweep.across_backward_into(g, out, *operands)
-        post, comb = out.grad_weights[:, POST], out.grad_weights[:, COMB].unflatten(1, (STREAMS, STREAMS))
-        return out.grad_f, out.grad_x.unflatten(1, (STREAMS, -1)), post, comb, *grads, None
+            sums = any(ctx.needs_input_grad[4:8])
+            grads = mix_grad_sweep.across_backward_into(g, out, *operands, sums=sums)
+        return out.grad_f, out.grad_x.unflatten(1, (STREAMS, -1)), *_post_and_comb(of_before), *grads, None
+
+
+def _post_and_comb(grad_weights: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of post and comb, None where they are not asked for."""
+    if grad_weights is None:
+        return None, None
+    return grad_weights[:, POST], grad_weights[:, COMB].unflatten(1, (STREAMS, STREAMS))
 
 
 def _no_grads(way: Way) -> mix_grad_sweep.Grads:
@@ -294,6 +328,7 @@ class Leave(torch.autograd.Function):
         return streams.view_as(streams_TMD)
 
     @staticmethod
+    @_not_again
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of f, streams, post and comb."""
         f_TD, x, weights = ctx.saved_tensors
@@ -302,5 +337,4 @@ class Leave(torch.autograd.Function):
             mix_grad_sweep.leave_backward_into(
                 grad.flatten(1).contiguous(), f_TD, x, weights, grad_f, grad_x, grad_weights
             )
-        post, comb = grad_weights[:, POST], grad_weights[:, COMB].unflatten(1, (STREAMS, STREAMS))
-        return grad_f, grad_x.unflatten(1, (STREAMS, -1)), post, comb
+        return grad_f, grad_x.unflatten(1, (STREAMS, -1)), *_post_and_comb(grad_weights)
