@@ -19,13 +19,12 @@ import marshal
 import os
 import resource
 import select
-import signal
 import socket
 import struct
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from rollforward.sandbox.inside import command, files, frames, root, snapshots, system
@@ -76,12 +75,17 @@ def main(request: dict[str, Any], descriptors: list[int]) -> None:
             with contextlib.suppress(OSError):
                 os.close(place)
     os.closerange(_FIRST_FREE, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    serve(lambda: _come_up(request))
+
+
+def serve(come_up: Callable[[], "Agent"]) -> None:
+    """Come up, say so or why not, and serve until the host closes the socket."""
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
         os.dup2(null, descriptor)
     os.close(null)
     try:
-        agent = _come_up(request)
+        agent = come_up()
     except _SetupError as error:
         _say({"id": 0, "kind": error.args[0], "error": error.args[1]})
     except Exception as error:  # noqa: BLE001, the host must hear of it, and there is nobody else who could tell
@@ -101,17 +105,23 @@ def _come_up(request: dict[str, Any]) -> "Agent":
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as lo:
         fcntl.ioctl(lo, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
     masked = root.masked()
-    tools: Tools = {}
-    for name, code in zip(setup["tools"], codes, strict=True):
-        try:
-            tools[name] = import_tool(name, marshal.loads(code))
-        except BaseException as error:  # noqa: BLE001, the code is the operator's
-            raise _SetupError("tool", f"{name}\n{describe(error)}") from None
+    tools = load_tools(setup["tools"], codes)
     upper = root.build(request, _restore if request["has_snapshot"] else lambda _: None)
     system.keep_capabilities(_RIGHTS if os.getuid() == 0 else _RIGHTS & ~(system.CAP_SETUID | system.CAP_SETGID))
     system.set_dumpable(False)
     gc.freeze()
     return Agent(upper, command.Room(setup["limits"], masked, tools), _EVENTS if request.get("has_events") else -1)
+
+
+def load_tools(names: list[str], codes: list[bytes]) -> Tools:
+    """Import the tools of a set-up."""
+    tools: Tools = {}
+    for name, code in zip(names, codes, strict=True):
+        try:
+            tools[name] = import_tool(name, marshal.loads(code))
+        except BaseException as error:  # noqa: BLE001, the code is the operator's
+            raise _SetupError("tool", f"{name}\n{describe(error)}") from None
+    return tools
 
 
 def _restore(upper: int) -> None:
@@ -189,7 +199,7 @@ class _Running:
         return self.report.total > self.report_bytes
 
     def kill(self) -> None:
-        signal.pidfd_send_signal(self.process.pidfd, signal.SIGKILL)
+        self.process.kill()
 
 
 class Agent:

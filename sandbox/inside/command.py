@@ -74,9 +74,13 @@ class Process:
             channel.detach()
         os.set_blocking(self.channel, False)
 
+    def kill(self) -> None:
+        """Kill it, and with it all that it has started. It has not been waited for, so its number is its own."""
+        os.kill(self.pid, signal.SIGKILL)
+
     def discard(self) -> str:
         """End it where it has had no request that reached it; what it has said."""
-        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self.kill()
         os.waitpid(self.pid, 0)
         os.set_blocking(self.channel, False)
         try:
@@ -151,12 +155,22 @@ class Room:
         if channel != _CHANNEL:
             os.dup2(channel, _CHANNEL, inheritable=False)
         os.closerange(_CHANNEL + 1, 1 << 16)
+        self._see()
         null = os.open(
             "/dev/null", os.O_RDWR
         )  # the image's: the agent's own lies on a mount that has no place any more
         for descriptor in range(_STREAMS):
             os.dup2(null, descriptor)
         os.close(null)
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        self._limit()
+        system.become(root.USER, 0)
+        system.set_dumpable(False)
+        self._filter.install()
+
+    def _see(self) -> None:
+        """See the processes of its own namespace in /proc, and nothing there that tells of the host."""
         proc = system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC
         system.mount("proc", "/proc", "proc", proc)
         for path in self._masked:
@@ -165,12 +179,6 @@ class Room:
         with open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
             file.write(b"1000")  # before the agent; and nobody takes it back
         system.mount("", "/proc", flags=proc | system.MS_REMOUNT | system.MS_BIND | system.MS_RDONLY)
-        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        self._limit()
-        system.become(root.USER, 0)
-        system.set_dumpable(False)
-        self._filter.install()
 
     def _limit(self) -> None:
         limits = self.limits

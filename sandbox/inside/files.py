@@ -201,6 +201,11 @@ def first_change(upper: int, own: set[int]) -> str:
         return f"{len(pids)} processes beside the agent"
     if os.listdir("/dev/shm"):
         return "/dev/shm has files"
+    return changed_file(upper)
+
+
+def changed_file(upper: int) -> str:
+    """What lies in the private layer that a fresh container has not, or nothing."""
     owners = {name: (mode, owner) for name, mode, owner in root.OWN}
     if sorted(os.listdir(upper)) != sorted(owners):
         return "/ has other files"

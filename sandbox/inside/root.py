@@ -22,7 +22,10 @@ BOX: Final = "/box"
 PROC: Final = f"{BOX}/proc"
 FRAME: Final = f"{BOX}/frame"
 HOST: Final = f"{BOX}/host"
-_QUOTA, _ROOT = f"{BOX}/quota", f"{BOX}/root"
+ROOT: Final = f"{BOX}/root"
+_QUOTA: Final = f"{BOX}/quota"
+SHARED: Final = f"{_QUOTA}/shm"
+"""What the sandbox has as shared memory: of the private layer's size, and in no snapshot."""
 _TEXTS: Final = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:{USER}:{USER}:user:/home:/bin/sh\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
@@ -47,7 +50,7 @@ def prepare(binds: list[str]) -> None:
         binds: directories of this machine that the image `host` shows.
     """
     system.mount("tmpfs", BOX, "tmpfs", system.MS_NOSUID | system.MS_NODEV, f"mode=755,uid={os.getuid()}")
-    for path in (_QUOTA, _ROOT, PROC):
+    for path in (_QUOTA, ROOT, PROC):
         os.mkdir(path)
     system.mount("proc", PROC, "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
     _frame(Path(FRAME))
@@ -86,6 +89,16 @@ def build(request: dict[str, Any], restore: Any) -> int:
     Returns:
         A descriptor of the private layer, which has no path any more.
     """
+    descriptor = lay(request, restore)
+    system.mount("proc", f"{ROOT}/proc", "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
+    system.bind("/dev", f"{ROOT}/dev")
+    system.bind(SHARED, f"{ROOT}/dev/shm")
+    system.pivot(ROOT)
+    return descriptor
+
+
+def lay(request: dict[str, Any], restore: Any) -> int:
+    """Lay the container's layers at ROOT; arguments and result as of `build`."""
     system.mount("", "/", flags=system.MS_REC | system.MS_PRIVATE)
     if request.get("private"):
         system.bind(request["private"], _QUOTA)
@@ -93,9 +106,9 @@ def build(request: dict[str, Any], restore: Any) -> int:
         options = f"size={request['disk_bytes']},nr_inodes={request['files'] + 16},mode=755"
         system.mount("tmpfs", _QUOTA, "tmpfs", system.MS_NOSUID | system.MS_NODEV, options)
     upper = f"{_QUOTA}/upper"
-    for path in (upper, f"{_QUOTA}/work", f"{_QUOTA}/shm"):
+    for path in (upper, f"{_QUOTA}/work", SHARED):
         os.mkdir(path)
-    _own(f"{_QUOTA}/shm", 0o1777, USER)
+    _own(SHARED, 0o1777, USER)
     descriptor = os.open(upper, os.O_RDONLY | os.O_DIRECTORY)
     for name, mode, owner in OWN:
         os.mkdir(f"{upper}/{name}")
@@ -103,13 +116,9 @@ def build(request: dict[str, Any], restore: Any) -> int:
     restore(descriptor)
     lower = ":".join(request["image"])
     options = f"lowerdir={lower},upperdir={upper},workdir={_QUOTA}/work,userxattr"
-    system.mount("overlay", _ROOT, "overlay", system.MS_NOSUID | system.MS_NODEV, options)
+    system.mount("overlay", ROOT, "overlay", system.MS_NOSUID | system.MS_NODEV, options)
     for path in request["binds"]:
-        system.bind(path, _ROOT + path)
-    system.mount("proc", f"{_ROOT}/proc", "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
-    system.bind("/dev", f"{_ROOT}/dev")
-    system.bind(f"{_QUOTA}/shm", f"{_ROOT}/dev/shm")
-    system.pivot(_ROOT)
+        system.bind(path, ROOT + path)
     return descriptor
 
 
