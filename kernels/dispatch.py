@@ -118,8 +118,9 @@ def path_of(wanted: Program) -> Path:
 def bind(wanted: Program) -> Callable[..., None]:
     """Return the launcher of a compiled program.
 
-    Call it with the program's arguments, raw: contiguous tensors and numbers. It launches on torch's current stream,
-    waits for nothing and allocates nothing. A host that binds once pays about a microsecond a call.
+    Call it with the program's arguments, raw: contiguous tensors of one GPU, one of them first, and numbers. It
+    launches there, on torch's current stream of that GPU, waits for nothing and allocates nothing; the current device
+    stays what it is. A host that binds once pays about a microsecond a call.
 
     Raises:
         ProgramMissingError: the program is not compiled.
@@ -130,7 +131,22 @@ def bind(wanted: Program) -> Callable[..., None]:
             f"kernels: {wanted} is not among the compiled programs in {path.parent}. Compile the model's programs once:"
             " rollforward kernels warm model=NAME. Nothing is compiled while a model runs."
         )
-    return _load(path)[f"{wanted.function}_kernel"]
+    launch = _load(path)[f"{wanted.function}_kernel"]
+    return launch if torch.cuda.device_count() < 2 else _keeps_device(launch)
+
+
+def _keeps_device(launch: Callable[..., None]) -> Callable[..., None]:
+    """A launcher that leaves the current device as it was: the program makes its tensors' current, and leaves it so."""
+
+    def run(first: torch.Tensor, *others: Any) -> None:
+        number = first.get_device()
+        if number == torch.cuda.current_device():
+            launch(first, *others)
+        else:
+            with torch.cuda.device(number):
+                launch(first, *others)
+
+    return run
 
 
 def warm(programs: Iterable[Program], *, jobs: int) -> tuple[int, int]:

@@ -180,7 +180,7 @@ def linear_logprob(
     if dispatch.is_tile("linear_logprob"):
         vocab_sweep.check_operands(op, hidden_TD=hidden_TD, head_VD=head_VD)
         lists = kept if kept is not None and len(kept.ids) else (None, None)  # without a number all sets are the whole
-        device = device_of(hidden_TD, head_VD)
+        device = device_of(hidden_TD, head_VD, token_T, *lists)
         taken_TD, token_T, *lists = on_device(hidden_TD, token_T, *lists, device=device)
         values = _TILE(taken_TD, head_VD, rounded_head(head_VD, device), token_T, temperature, *lists)
         logprob_T, entropy_T = (one.to(hidden_TD.device) for one in values)

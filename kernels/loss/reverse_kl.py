@@ -80,10 +80,11 @@ def _reverse_kl_tile(
     )
     grows = torch.is_grad_enabled()
     needs = grows and student_hidden_TD.requires_grad, grows and student_head_VD.requires_grad
-    device = device_of(student_hidden_TD, student_head_VD, teacher_hidden_TE, teacher_head_VE)
+    heads = student_head_VD, teacher_head_VE
     tensors = student_hidden_TD, teacher_hidden_TE.detach(), row_weight_T.detach()
+    device = device_of(*tensors, *heads)
     hidden_TD, teacher_hidden_TE, weight_T = on_device(*tensors, device=device)
-    rounded_VD, teacher_VE = (rounded_head(one, device) for one in (student_head_VD, teacher_head_VE))
+    rounded_VD, teacher_VE = (rounded_head(one, device) for one in heads)
     loss, kl_T, _, _ = _TILE(hidden_TD, student_head_VD, rounded_VD, teacher_hidden_TE, teacher_VE, weight_T, *needs)
     return loss.to(student_hidden_TD.device), kl_T.to(student_hidden_TD.device)
 
