@@ -35,9 +35,12 @@ from rollforward.sandbox.leases import LeaseBook, LeaseRecord, started_ticks
 
 _LOCK: Final = "LOCK"
 _GROUPS: Final = "groups"
+_LEASES: Final = "leases"
 _END_S: Final = 5.0
 """For killed processes to leave their control groups."""
 _LOOK_S: Final = 0.01
+_PATIENCE_S: Final = 2.0
+"""For somebody who only looks whether a lock is free (`Home.holder`) to let it go again."""
 _NAME: Final = re.compile(r"[0-9a-f]{16}")
 _MAX_KEPT_BYTES: Final = 1 << 16
 """Of the log of a supervisor that crashed."""
@@ -85,7 +88,7 @@ class Home:
         self.log = path / "log"
         self.crash_log = path.with_name(f"{path.name}.log")
         self.tools = path / "tools"
-        self.book = LeaseBook(path / "leases")
+        self.book = LeaseBook(path / _LEASES)
 
     @classmethod
     def of(cls, name: str) -> Self:
@@ -175,16 +178,22 @@ class Claim:
                 raise
             os.close(descriptor)  # of a home that was removed meanwhile
 
-    def clean(self) -> None:
-        """End what a killed predecessor has left; the home stays, and what it has said last."""
+    def clean(self) -> bool:
+        """End what a killed predecessor has left, and say whether nothing is; the home stays, and what was said last.
+
+        A process that waits in the kernel, killed as it is, is left: then so is what leads to it.
+        """
         self.home.keep_log()
         records = list(self.home.book.read())
         for record in records:
             _end_process(record)
-        _end_groups(self.home.name, self._group_parents() | {Path(g).parent for r in records for g in r.cgroups})
+        parents = self._group_parents() | {Path(g).parent for r in records for g in r.cgroups}
+        is_gone = _end_groups(self.home.name, parents)
+        leads = {_LOCK} if is_gone else {_LOCK, _GROUPS, _LEASES}
         for entry in self.home.path.iterdir():
-            if entry.name != _LOCK:
+            if entry.name not in leads:
                 _remove(entry)
+        return is_gone
 
     def note_groups(self) -> None:
         """Write down where control groups will be, before there are any.
@@ -202,7 +211,12 @@ class Claim:
         return {Path(os.fsdecode(line)) for line in noted.splitlines() if line.startswith(b"/")}
 
     def remove(self) -> None:
-        """Remove the home and release the lock."""
+        """Remove the home and release the lock. While a process of it waits in the kernel, killed as it is, the home
+        stays, for its guard to clean up.
+        """
+        if cgroups.sweep(cgroups.find(), self.home.name):
+            self.release()
+            return
         for entry in self.home.path.iterdir():
             if entry.name != _LOCK:
                 _remove(entry)
@@ -233,17 +247,31 @@ def sweep_homes(*, but: str = "") -> list[str]:
     return [name for name in names if name != but and sweep_home(Home(root / name))]
 
 
-def sweep_home(home: Home) -> bool:
-    """Clean up after one supervisor if it is dead, and say whether that was done. What is no home stays."""
+def sweep_home(home: Home, *, is_dead: bool = False) -> bool:
+    """Clean up after one supervisor if it is dead, and say whether that was done. What is no home stays.
+
+    Args:
+        home: of the supervisor.
+        is_dead: whether that is known: who has its lock then is a successor, or looks at it and has it for a moment.
+    """
+    if _NAME.fullmatch(home.name) is None:
+        return False
+    end_s = time.monotonic() + (_PATIENCE_S if is_dead else 0.0)
     try:
-        claim = Claim.take(home, make=False) if _NAME.fullmatch(home.name) else None
-        if claim is None:
-            return False
-        claim.clean()
-        claim.remove()
+        while (claim := Claim.take(home, make=False)) is None:
+            if time.monotonic() >= end_s or not home.path.exists():
+                return False
+            time.sleep(_LOOK_S)
     except OSError:
         return False
-    return True
+    try:
+        if claim.clean():
+            claim.remove()
+            return True
+    except OSError:
+        pass
+    claim.release()  # for whoever tries again
+    return False
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
@@ -273,12 +301,16 @@ def _end_process(record: LeaseRecord) -> None:
         os.close(descriptor)
 
 
-def _end_groups(label: str, parents: Iterable[Path]) -> None:
-    """Kill and remove the control groups of a label, where this process would make some and where others did."""
+def _end_groups(label: str, parents: Iterable[Path]) -> bool:
+    """Kill and remove the control groups of a label, where this process would make some and where others did; whether
+    none is left."""
     places = [cgroups.find(), *(cgroups.Hierarchies(None, None, parent) for parent in parents)]
     end_s = time.monotonic() + _END_S
-    while sum(cgroups.sweep(place, label) for place in places) and time.monotonic() < end_s:
+    while sum(cgroups.sweep(place, label) for place in places):
+        if time.monotonic() > end_s:
+            return False
         time.sleep(_LOOK_S)
+    return True
 
 
 def _remove(path: Path) -> None:

@@ -306,7 +306,7 @@ def _guard(child: int, home: Home) -> None:
             for orphan in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split():
                 os.kill(int(orphan), signal.SIGKILL)
             os.wait()
-    sweep_home(home)
+    sweep_home(home, is_dead=True)
 
 
 def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:

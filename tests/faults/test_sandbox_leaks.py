@@ -37,11 +37,11 @@ HAND: Final = 16
 STANDSTILL_S: Final = 20.0
 MIX: Final = {"container": 700, "function": 150, "microvm": 120, "fullvm": 30}
 VICTIMS: Final = {
-    ("owner",): 0.6,
+    ("owner",): 0.4,
     ("inside",): 0.2,
-    ("supervisor",): 0.08,
-    ("guard",): 0.06,
-    ("guard", "supervisor"): 0.06,
+    ("supervisor",): 0.14,
+    ("guard",): 0.08,
+    ("guard", "supervisor"): 0.18,
 }
 KEPT_SUPERVISOR: Final = {("owner",): 0.7, ("inside",): 0.3}
 
@@ -105,7 +105,7 @@ class Soak:
 
     async def _pace(self) -> None:
         """Until a few more were made, and a moment longer: whoever is making the next is at any point of that."""
-        enough = self.made.total() + self._chance.randint(1, 12)
+        enough = self.made.total() + self._chance.randint(1, 10)
         end_s = time.monotonic() + STANDSTILL_S
         while self.made.total() < enough and len(self._done) < len(self._owners) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)

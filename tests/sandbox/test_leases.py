@@ -3,6 +3,7 @@
 Does not prove: that control groups and processes of real sandboxes go (test_supervisor_kills.py).
 """
 
+import errno
 import fcntl
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rollforward.sandbox import cgroups
+from rollforward.sandbox import cgroups, homes
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.homes import Claim, Home, homes_root, supervisor_id, sweep_home, sweep_homes
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
@@ -194,6 +195,48 @@ def test_a_lock_is_free_as_soon_as_its_process_is_killed() -> None:
     assert sweep_home(Home.of(NAME))
 
 
+def test_of_one_that_is_known_to_be_dead_a_lock_that_is_held_for_a_moment_is_waited_for() -> None:
+    home = Home.of(NAME)
+    claim = Claim.take(home, make=True)
+    assert claim is not None
+    threading.Timer(0.3, claim.release).start()
+    assert not sweep_home(home)
+    began_s = time.monotonic()
+    assert sweep_home(home, is_dead=True)
+    assert 0.1 < time.monotonic() - began_s < 2.0
+    assert not sweep_home(home, is_dead=True)
+    assert time.monotonic() - began_s < 2.0  # there is none, and it is not waited for
+
+
+def test_a_successor_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "_PATIENCE_S", 0.2)
+    successor = Claim.take(Home.of(NAME), make=True)
+    assert successor is not None
+    assert not sweep_home(Home.of(NAME), is_dead=True)
+    assert Home.of(NAME).holder() == os.getpid()
+    successor.remove()
+
+
+def test_a_sweep_that_fails_leaves_the_lock_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home.of(NAME)
+    claim = Claim.take(home, make=True)
+    assert claim is not None
+    home.socket.touch()
+    claim.release()
+    remove, failures = homes._remove, [1]  # pyright: ignore[reportPrivateUsage]
+
+    def fail_once(path: Path) -> None:
+        if failures:
+            failures.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        remove(path)
+
+    monkeypatch.setattr(homes, "_remove", fail_once)
+    assert not sweep_home(home)
+    assert sweep_home(home)
+    assert not home.path.exists()
+
+
 def test_control_groups_are_found_wherever_the_dead_one_had_them() -> None:
     """A supervisor was killed before it could record a sandbox, and whoever cleans up is in another group."""
     parents = [parent / "rollforward-elsewhere" for parent in cgroups.find().parents()]
@@ -214,6 +257,33 @@ def test_control_groups_are_found_wherever_the_dead_one_had_them() -> None:
         member.kill()
         member.wait()
         for path in [*groups, *parents]:
+            if path.exists():
+                path.rmdir()
+
+
+def test_while_a_group_cannot_be_removed_its_home_stays_for_the_next_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "_END_S", 0.2)
+    home = Home.of(NAME)
+    groups = [parent / f"rollforward.{NAME}.x" for parent in cgroups.find().parents()]
+    claim = Claim.take(home, make=True)
+    assert claim is not None
+    claim.note_groups()
+    home.book.write(record())
+    home.socket.touch()
+    try:
+        for group in groups:
+            (group / "in-the-way").mkdir(parents=True)
+        assert not claim.clean()
+        claim.remove()  # as one does that ends in order
+        assert not sweep_home(home)
+        assert sorted(os.listdir(home.path)) == ["LOCK", "groups", "leases"]
+        for group in groups:
+            (group / "in-the-way").rmdir()
+        assert sweep_home(home)
+        assert [group for group in groups if group.exists()] == []
+        assert not home.path.exists()
+    finally:
+        for path in [path for group in groups for path in (group / "in-the-way", group)]:
             if path.exists():
                 path.rmdir()
 

@@ -5,6 +5,7 @@ Does not prove: that many kills at random leave nothing (tests/faults/test_sandb
 """
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -73,6 +74,24 @@ async def test_of_a_killed_supervisor_nothing_is_left_and_a_successor_comes(stag
         stage.look()
         os.kill(stage.supervisor(), signal.SIGKILL)
     await stage.gone(10.0)  # nobody comes, and the guard alone cleans up
+
+
+@on_loop
+async def test_whoever_looks_at_its_lock_does_not_keep_the_guard_from_cleaning_up(stage: Stage) -> None:
+    async with stage.client() as client:
+        await client.create("a", SandboxSpec())
+        stage.look()
+        guard, supervisor = stage.guard(), stage.supervisor()
+        assert guard is not None
+        os.kill(guard, signal.SIGSTOP)
+        os.kill(supervisor, signal.SIGKILL)
+        wait_for(lambda: is_gone(supervisor))
+    with (stage.home.path / "LOCK").open("r+b") as lock:  # as `holder` does, for longer
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.kill(guard, signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        assert stage.left() != []
+    await stage.gone(10.0)
 
 
 @on_loop
