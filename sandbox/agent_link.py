@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Final, Self
 
 from rollforward.sandbox.errors import SandboxGoneError
@@ -21,6 +21,9 @@ ancestor."""
 _LEAST_PART_BYTES: Final = 256
 """Parts of a file or a tar have as many bytes or more, one with the next."""
 _SPARE_PARTS: Final = 16
+_HOLD: Final[frames.Head] = {"op": "hold"}
+GO_ON: Final[frames.Head] = {"op": "go on"}
+"""What an agent waits for that has been asked to hold."""
 
 
 class Parts:
@@ -68,6 +71,8 @@ class AgentLink:
         self._parts: dict[int, Parts] = {}
         self._next = first
         self._strays = 0
+        self._quiet = asyncio.Lock()
+        """Held by whoever has it quiet."""
         self._on_nonsense = on_nonsense
         self.last_words = ""
         self._end: SandboxGoneError | None = None
@@ -104,20 +109,24 @@ class AgentLink:
         Raises:
             SandboxGoneError: the container is gone before the answer came.
         """
-        if self._end is not None:
-            raise self._end
-        number = self._next
-        future = self._expect()
-        if parts is not None:
-            self._parts[number] = parts
-        try:
-            with contextlib.suppress(ConnectionError):
-                self._writer.write(frames.pack({**head, "id": number}, *blobs))
-                await self._writer.drain()
-            return await future
-        finally:
-            self._parts.pop(number, None)
-            self._waiting.pop(number, None)
+        async with self._quiet:
+            pass  # nobody has it quiet
+        return await self._ask(head, *blobs, parts=parts)
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncGenerator[None]:
+        """Nothing is under way in either direction until the end of this: the agent has heard all that was said before,
+        and has said what it was about to.
+
+        Raises:
+            SandboxGoneError: the container is gone before that.
+        """
+        async with self._quiet:
+            await self._ask(_HOLD)
+            try:
+                yield
+            finally:
+                self.tell(GO_ON)
 
     async def drain(self, timeout_s: float) -> None:
         """Hear what the agent has said before its end, once that has come."""
@@ -132,6 +141,22 @@ class AgentLink:
         self._waiting.clear()
         self._listening.cancel()
         self._writer.close()
+
+    async def _ask(self, head: frames.Head, *blobs: bytes, parts: Parts | None = None) -> Answer:
+        if self._end is not None:
+            raise self._end
+        number = self._next
+        future = self._expect()
+        if parts is not None:
+            self._parts[number] = parts
+        try:
+            with contextlib.suppress(ConnectionError):
+                self._writer.write(frames.pack({**head, "id": number}, *blobs))
+                await self._writer.drain()
+            return await future
+        finally:
+            self._parts.pop(number, None)
+            self._waiting.pop(number, None)
 
     def _expect(self) -> asyncio.Future[Answer]:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

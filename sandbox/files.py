@@ -43,7 +43,7 @@ def read_descriptor(descriptor: int, path: Path, *, max_bytes: int) -> bytes:
         raise OSError(errno.ENOMEM, "more bytes than fit the memory", str(path)) from None
 
 
-def write_all(descriptor: int, data: bytes, *, offset: int = 0) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, *, offset: int = 0) -> None:
     """Writes all of `data` at an offset; a short write is continued, an error is final.
 
     Raises:

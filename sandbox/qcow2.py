@@ -9,8 +9,19 @@ _CLUSTER_BITS: Final = 16
 _CLUSTER_BYTES: Final = 1 << _CLUSTER_BITS
 _ENTRIES: Final = _CLUSTER_BYTES // 8
 _REFCOUNT_ORDER: Final = 4
+_SPARE_CLUSTERS: Final = 64
 _USED_CLUSTERS: Final = 4
 """The header, the table of reference counts, a block of them, and the table of tables of clusters."""
+
+
+def max_file_bytes(size: int) -> int:
+    """The file of a disk of so many bytes is never longer: its clusters, and what tells where they are and how often
+    they are used, with some room.
+    """
+    clusters = -(-size // _CLUSTER_BYTES)
+    tables = -(-clusters // _ENTRIES)
+    blocks = -(-2 * (clusters + tables) // _CLUSTER_BYTES) + 2
+    return (clusters + tables + blocks + _SPARE_CLUSTERS) * _CLUSTER_BYTES
 
 
 def empty_disk(size: int) -> bytes:

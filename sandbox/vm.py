@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from rollforward.sandbox import qcow2
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.inside import emulator
 from rollforward.sandbox.types import SandboxSpec
@@ -32,6 +33,10 @@ FIRST_MACHINE_USER: Final = FIRST_USER + USERS
 _GUEST_BYTES: Final = 160 * MIB
 """Memory of a guest beside what its sandbox may use: kernel, first process, agent."""
 _STEP_BYTES: Final = 64 * MIB
+_SHARE_OF_TABLES: Final = 256
+_DEVICES_BYTES: Final = 64 * MIB
+_FORM: Final = 2
+"""Of what is saved: another one goes on in no machine of this."""
 _TSC_S: Final = 0.05
 _CODE_MIB: Final = 64
 """For code that is translated."""
@@ -67,6 +72,11 @@ class Layout(NamedTuple):
     private_disk: tuple[int, int] = (0, 0)
     """Bytes and files of the one that it can write; 0 where there is none."""
 
+    def max_file_bytes(self) -> int:
+        """The longest file that its emulator needs to write: its disk, or what is saved of its memory and devices."""
+        saved = self.memory_bytes + self.memory_bytes // _SHARE_OF_TABLES + _DEVICES_BYTES
+        return max(saved, qcow2.max_file_bytes(self.private_disk[0]))
+
     def key(self) -> str:
         """Stands for it: a state goes on where it was saved, on this QEMU, and with KVM on this processor."""
         said = _version(self.program, os.stat(self.program).st_mtime_ns)
@@ -76,7 +86,15 @@ class Layout(NamedTuple):
             cpu = str(sorted({line for line in lines if line.startswith(("model", "flags", "microcode"))}))
         disks = [(disk.serial, disk.digest) for disk in self.disks]
         return digest(
-            said, cpu, _KERNEL_ARGUMENTS, self.accelerator, self.memory_bytes, disks, self.boot_key, self.private_disk
+            _FORM,
+            said,
+            cpu,
+            _KERNEL_ARGUMENTS,
+            self.accelerator,
+            self.memory_bytes,
+            disks,
+            self.boot_key,
+            self.private_disk,
         )
 
 

@@ -16,13 +16,13 @@ import secrets
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from typing import Any, Final, Self
 
 import msgspec
 
 from rollforward.sandbox import cgroups
-from rollforward.sandbox.agent_link import AgentLink
+from rollforward.sandbox.agent_link import GO_ON, AgentLink
 from rollforward.sandbox.container import SPARE_PROCESSES
 from rollforward.sandbox.errors import SandboxFileError, SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.images import host_directories
@@ -34,7 +34,7 @@ from rollforward.sandbox.types import ExecRequest, SandboxSpec, SnapshotKind
 from rollforward.sandbox.vm import MIB, Given, Layout, guest_bytes
 from rollforward.sandbox.vm_cache import CACHE
 from rollforward.sandbox.vm_monitor import Monitor
-from rollforward.sandbox.vm_state import close_all
+from rollforward.sandbox.vm_state import Whole, close_all
 from rollforward.sandbox.warm_template import WarmTemplate
 
 SYSTEM: Final = "system"
@@ -51,6 +51,8 @@ _SAID_CHARS: Final = 2000
 _ID_BITS: Final = 48
 _REHEARSAL: Final = (("true",), ("sh", "-c", ":"), ("python3", "-c", ""))
 _SETTLE_S: Final = 30.0
+_QUIET_S: Final = 120.0
+"""An agent comes to the end of a message within this time."""
 _LOOK_S: Final = 0.005
 _PACE: Final = {"kvm": 2, "tcg": 60}
 """How many times as long as on the host things take in the guest."""
@@ -63,8 +65,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Key of its layout: it goes on in no other machine."""
     spec: str
     """Stands for limits and tools, which the agent in it has."""
-    data: bytes
-    """The emulator's own."""
+    whole: Whole
 
 
 class Wires:
@@ -129,8 +130,8 @@ class Machine(Instance):
         self._errors = -1
 
     @abstractmethod
-    async def take(self, monitor: Monitor, max_bytes: int) -> bytes:
-        """The stopped machine as a whole, in the emulator's own form.
+    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
+        """The stopped machine as a whole.
 
         Raises:
             SandboxFileError: it has more bytes.
@@ -151,6 +152,7 @@ class Machine(Instance):
         """
         groups = self._group.open_procs()
         handed = {"program": list(command), "keep": len(given.descriptors), "binds": host_directories()}
+        handed["file_bytes"] = self.layout.max_file_bytes()
         try:
             self._errors = os.memfd_create("errors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._errors, _ERROR_BYTES)
@@ -209,6 +211,7 @@ class Machine(Instance):
         first = 1 + secrets.randbits(_ID_BITS)
         self._link = await AgentLink.open(wires.agent, self._signal, max_bytes=self.max_message_bytes, first=first)
         self._link.hello.cancel()  # it has said that long ago
+        self._link.tell(GO_ON)  # it was saved while it was quiet
         try:
             self._told_ooms = self._ooms = await self._renew(wires.keeper)
         except (OSError, SandboxUnavailableError):
@@ -230,24 +233,39 @@ class Machine(Instance):
             raise SandboxUnavailableError("sandbox: a machine was not as new after a rehearsal") from None
 
     async def save(self, *, max_bytes: int) -> bytes:
-        """The whole machine: memory, processors, disk. It stands still meanwhile, and goes on.
+        """The whole machine: memory, processors, disk. It stands still meanwhile, and goes on. What it says or hears
+        just then comes to the end of a message first: who goes on from it begins with another one.
 
         Raises:
             SandboxFileError: it has more bytes.
             SandboxGoneError: it is gone.
             SandboxUnavailableError: the emulator cannot.
         """
-        async with self._standing:
-            self._asked()
+        async with self._standing, self.quiet():
             assert self._monitor is not None
             try:
                 await self._monitor.ask("stop")
-                data = await self.take(self._monitor, max_bytes)
+                whole = await self.take(self._monitor, max_bytes)
             finally:
                 await self._go_on()
-        if not data:
-            raise SandboxUnavailableError("sandbox: an emulator has saved nothing of a machine")
-        return msgspec.msgpack.encode(Saved(machine=self.layout.key(), spec=spec_key(self.spec), data=data))
+        saved = msgspec.msgpack.encode(Saved(machine=self.layout.key(), spec=spec_key(self.spec), whole=whole))
+        if len(saved) > max_bytes:
+            raise SandboxFileError(f"sandbox: the machine has {len(saved)} bytes, more than {max_bytes}")
+        return saved
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncGenerator[None]:
+        """Neither side of it is in the middle of a message, until the end of it; an agent that does not come to that in
+        time is lost.
+        """
+        link = self._asked()
+        within = asyncio.get_running_loop().call_later(_QUIET_S, self._signal)
+        try:
+            async with link.quiet():
+                within.cancel()
+                yield
+        finally:
+            within.cancel()
 
     async def pause(self) -> None:
         """See `Instance`; its clock stands still too."""
@@ -312,7 +330,7 @@ class Machine(Instance):
             self._told_ooms = max(self._told_ooms, count)
 
 
-def saved_data(saved: bytes, spec: SandboxSpec, layout: Layout) -> bytes:
+def saved_whole(saved: bytes, spec: SandboxSpec, layout: Layout) -> Whole:
     """What `Machine.take` gave, of a snapshot that may go on as this sandbox.
 
     Raises:
@@ -329,7 +347,7 @@ def saved_data(saved: bytes, spec: SandboxSpec, layout: Layout) -> bytes:
             "sandbox: the snapshot goes on only in the machine that it was taken of, and QEMU, its accelerator, kernel"
             f" or system disk are others here. Have the same QEMU, and the same files in {CACHE}"
         )
-    return found.data
+    return found.whole
 
 
 def spec_key(spec: SandboxSpec) -> str:

@@ -12,6 +12,7 @@ from rollforward.sandbox.errors import SandboxUnavailableError
 _LOOK_S: Final = 0.005
 _ANSWER_S: Final = 60.0
 _LONG_S: Final = 300.0
+_MAX_BYTES_PER_S: Final = 1 << 40
 _MAX_LINE_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 2000
 _MAX_LINES: Final = 1024
@@ -29,7 +30,7 @@ class Monitor:
         self._heard = b""
         self._asking = asyncio.Lock()
         self._is_greeted = False
-        self._num_jobs = self._num_questions = self._num_files = 0
+        self._num_questions = self._num_files = 0
 
     async def ask(self, command: str, *, file: int = -1, **arguments: Any) -> Any:
         """Ask, and return the answer.
@@ -54,6 +55,10 @@ class Monitor:
         capability = {"capability": "x-ignore-shared", "state": True}
         await self.ask("migrate-set-capabilities", capabilities=[capability])
 
+    async def hurry(self) -> None:
+        """States are written as fast as can be, where QEMU would keep to what a network takes."""
+        await self.ask("migrate-set-parameters", max_bandwidth=_MAX_BYTES_PER_S)
+
     async def migrate(self, file: int) -> None:
         """Write the state of a stopped machine to a file.
 
@@ -75,34 +80,11 @@ class Monitor:
                 )
             await asyncio.sleep(_LOOK_S)
 
-    async def job(self, command: str, **arguments: Any) -> None:
-        """Have something done that takes a while; arguments as of `ask`.
-
-        Raises:
-            SandboxUnavailableError: it failed.
-        """
-        self._num_jobs += 1
-        name = f"job{self._num_jobs}"
-        await self.ask(command, job_id=name, **arguments)
-        async with _bounded():
-            while _status(job := await self._job(name)) != "concluded":
-                await asyncio.sleep(_LOOK_S)
-        await self.ask("job-dismiss", id=name)
-        if "error" in job:
-            raise SandboxUnavailableError(f"sandbox: {command}: {str(job['error'])[:_MAX_REASON]}")
-
     async def wait_until_loaded(self) -> None:
         """Wait until a machine has taken up the state that it was started with."""
         async with _bounded():
             while _status(await self.ask("query-status")) == "inmigrate":
                 await asyncio.sleep(_LOOK_S)
-
-    async def _job(self, name: str) -> dict[str, Any]:
-        jobs = await self.ask("query-jobs")
-        for job in jobs if isinstance(jobs, list) else ():
-            if isinstance(job, dict) and job.get("id") == name:
-                return job
-        raise SandboxUnavailableError("sandbox: an emulator does not know of a job that it was given")
 
     def close(self) -> None:
         """Let the socket go."""

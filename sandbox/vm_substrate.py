@@ -7,29 +7,29 @@ import functools
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-from rollforward.sandbox import cgroups, vm, vm_cache, vm_image, vm_kernel
+from rollforward.sandbox import cgroups, vm, vm_cache, vm_image, vm_kernel, vm_state
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.host import HostReport, probe
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.instance import tool_code
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import Disk, Layout
-from rollforward.sandbox.vm_machine import SYSTEM, Machine, saved_data, spec_key
+from rollforward.sandbox.vm_forked import ForkedMachine
+from rollforward.sandbox.vm_machine import SYSTEM, saved_whole, spec_key
+from rollforward.sandbox.vm_state import State, close_all, share
 from rollforward.sandbox.warm_template import USERS, WarmTemplate
 
 _MAX_STATES: Final = 4
 """States that a supervisor keeps, of layouts that have booted, and as many of kinds of sandboxes; the last ones asked
 for."""
 
-MachineT = TypeVar("MachineT", bound=Machine)
-StateT = TypeVar("StateT")
+MachineT = TypeVar("MachineT", bound=ForkedMachine)
 KeyT = TypeVar("KeyT")
 
 
-class MachineSubstrate(Generic[MachineT, StateT]):
+class MachineSubstrate(Generic[MachineT]):
     """Makes virtual machines. Belongs to one event loop, whose thread must live as long as they shall.
 
     Args:
@@ -52,8 +52,8 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         self._template: WarmTemplate | None = None
         self._boot: vm_image.Boot | None = None
         self._program = ""
-        self._states: OrderedDict[Layout, StateT] = OrderedDict()
-        self._prepared: OrderedDict[tuple[Layout, str], StateT] = OrderedDict()
+        self._states: OrderedDict[Layout, State] = OrderedDict()
+        self._prepared: OrderedDict[tuple[Layout, str], State] = OrderedDict()
         self._starting, self._booting, self._preparing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._machines: dict[str, MachineT] = {}
         self._accelerators = vm.accelerators()
@@ -84,25 +84,25 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         template = await self._warm()
         layout, state = await self._state(template, spec)
         try:
-            data = None if saved is None else saved_data(saved, spec, layout)
+            whole = None if saved is None else saved_whole(saved, spec, layout)
             machine = self.make(sandbox_id, spec, layout)
             machine.platform = f"{spec.substrate} ({layout.accelerator})"
             try:
-                if data is not None:
-                    await self.go_on(machine, template, data)
+                if whole is not None:
+                    await machine.go_on(template, whole)
                 elif snapshot:
-                    await self.begin(machine, template, state, codes, snapshot)
+                    await machine.begin(template, state, codes, snapshot)
                 else:
                     prepared = await self._prepare(machine, template, state, codes)
                     try:
-                        await self.fork(machine, template, prepared)
+                        await machine.fork(template, prepared)
                     finally:
-                        self.release(prepared)
+                        close_all(prepared)
             except BaseException:
                 await machine.kill()
                 raise
         finally:
-            self.release(state)
+            close_all(state)
         return machine
 
     def left(self, sandbox_id: str) -> MachineT | None:
@@ -117,7 +117,7 @@ class MachineSubstrate(Generic[MachineT, StateT]):
             self._template.close()
             self._template = None
         for state in (*self._states.values(), *self._prepared.values()):
-            self.release(state)
+            close_all(state)
         self._states.clear()
         self._prepared.clear()
 
@@ -129,61 +129,6 @@ class MachineSubstrate(Generic[MachineT, StateT]):
     @abstractmethod
     def new(self, sandbox_id: str, spec: SandboxSpec, layout: Layout, make_group: object, forget: object) -> MachineT:
         """A machine that nothing runs of yet; arguments as of `Machine`."""
-        raise NotImplementedError
-
-    @abstractmethod
-    async def boot(self, machine: MachineT, template: WarmTemplate, boot: vm_image.Boot) -> StateT:
-        """The state of a machine that has booted and waits; the machine is killed afterwards.
-
-        Raises:
-            SandboxUnavailableError: it does not come to that.
-        """
-        raise NotImplementedError
-
-    @abstractmethod
-    def keep(self, state: StateT, home: Path) -> None:
-        """Write a state into a directory."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def load(self, home: Path, layout: Layout) -> StateT:
-        """A state that was kept."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def release(self, state: StateT) -> None:
-        """Let a state go."""
-        raise NotImplementedError
-
-    @abstractmethod
-    async def begin(
-        self, machine: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes], snapshot: bytes
-    ) -> None:
-        """Start a machine from a state, and wake it."""
-        raise NotImplementedError
-
-    @abstractmethod
-    async def prepare(self, machine: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes]) -> StateT:
-        """The state of a machine that is up as a sandbox of its spec, and as new; the machine is killed afterwards.
-
-        Raises:
-            SandboxUnavailableError: it does not come to that.
-        """
-        raise NotImplementedError
-
-    @abstractmethod
-    async def fork(self, machine: MachineT, template: WarmTemplate, state: StateT) -> None:
-        """Start a machine from what `prepare` gave, and take it over."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def share(self, state: StateT) -> StateT:
-        """The same state once more, to be released by itself."""
-        raise NotImplementedError
-
-    @abstractmethod
-    async def go_on(self, machine: MachineT, template: WarmTemplate, data: bytes) -> None:
-        """Start a machine from what `Machine.take` gave, and take it over."""
         raise NotImplementedError
 
     def disks(self, image: str) -> tuple[Disk, ...]:
@@ -233,7 +178,7 @@ class MachineSubstrate(Generic[MachineT, StateT]):
             raise SandboxUnavailableError("sandbox: there is no room for another machine; kill one first")
         uid = self._users.pop()
 
-        def forget(machine: Machine) -> None:
+        def forget(machine: ForkedMachine) -> None:
             if self._machines.pop(machine.id, None) is not None:
                 self._users.append(uid)
 
@@ -249,19 +194,19 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         self._machines[sandbox_id] = machine
         return machine
 
-    async def _prepare(self, like: MachineT, template: WarmTemplate, state: StateT, codes: list[bytes]) -> StateT:
+    async def _prepare(self, like: MachineT, template: WarmTemplate, state: State, codes: list[bytes]) -> State:
         """The state that sandboxes like this one are forked from, made if there is none yet; the caller releases it."""
         key = like.layout, spec_key(like.spec)
         async with self._preparing:
             if key not in self._prepared:
                 machine = self.make(f"prepare-{like.id}", like.spec, like.layout)
                 try:
-                    self._prepared[key] = await self.prepare(machine, template, state, codes)
+                    self._prepared[key] = await machine.prepare(template, state, codes)
                 finally:
                     await machine.kill()
             return self._latest(self._prepared, key)
 
-    async def _state(self, template: WarmTemplate, spec: SandboxSpec) -> tuple[Layout, StateT]:
+    async def _state(self, template: WarmTemplate, spec: SandboxSpec) -> tuple[Layout, State]:
         """The state that machines of a spec go on from, made if there is none yet; the caller releases it."""
         async with self._booting:
             while True:
@@ -274,17 +219,17 @@ class MachineSubstrate(Generic[MachineT, StateT]):
                     self._states[layout] = state
                 return layout, self._latest(self._states, layout)
 
-    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> StateT | None:
+    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> State | None:
         """The state of this user's cache, booted if there is none; None where the first accelerator boots none, and
         there is another."""
         assert self._boot is not None
         key = layout.key()
         if (home := await asyncio.to_thread(vm_cache.found, self.kind, key)) is not None:
-            return await asyncio.to_thread(self.load, home, layout)
+            return await asyncio.to_thread(vm_state.load, home, layout.memory_bytes)
         self._number += 1
         machine = self.make(f"boot-{self._number}", spec, layout)
         try:
-            state = await self.boot(machine, template, self._boot)
+            state = await machine.boot(template, self._boot)
         except SandboxUnavailableError:
             if len(self._accelerators) == 1 or template.died.done():  # the template's death says nothing about it
                 raise
@@ -292,19 +237,19 @@ class MachineSubstrate(Generic[MachineT, StateT]):
         finally:
             await machine.kill()
         keeping = asyncio.ensure_future(
-            asyncio.to_thread(vm_cache.prepared, self.kind, key, lambda scratch: self.keep(state, scratch))
+            asyncio.to_thread(vm_cache.prepared, self.kind, key, lambda scratch: vm_state.keep(state, scratch))
         )
         try:
             await asyncio.shield(keeping)
         except BaseException:
             await asyncio.wait([keeping])  # it reads the state to its end, whoever is cancelled
-            self.release(state)
+            close_all(state)
             raise
         return state
 
-    def _latest(self, states: OrderedDict[KeyT, StateT], key: KeyT) -> StateT:
+    def _latest(self, states: OrderedDict[KeyT, State], key: KeyT) -> State:
         """A state that is kept, shared; those that were asked for longest ago are let go."""
         states.move_to_end(key)
         while len(states) > _MAX_STATES:
-            self.release(states.popitem(last=False)[1])
-        return self.share(states[key])
+            close_all(states.popitem(last=False)[1])
+        return share(states[key])

@@ -285,6 +285,9 @@ class Agent:
                     self._streams.append((request, (({}, data) for data in taken)))
                 case "verify":
                     self._answer(request, {"fault": self._fault()})
+                case "hold":
+                    self._answer(request, {})
+                    receive(_CONTROL)  # until then it says nothing, and between two messages it may be saved
                 case operation:
                     self._answer(request, {"error": f"there is no operation {operation}"})
         except files.FileError as error:

@@ -2,12 +2,13 @@
 
 Its request, in place of an agent's:
 
-    {"program": [path, arguments], "uid", "keep": how many of the descriptors it is handed}
+    {"program": [path, arguments], "uid", "keep": how many of the descriptors it is handed, "file_bytes"}
 
 and the descriptors: those that it is handed, which become 3, 4, 5 and so on; one that becomes its standard error; then
 files to write "0" into, which put the writer into its control groups. It sees what the image `host` shows, read-only,
 and a /tmp of a few kilobytes; it is nobody, has no capability and gets none, and no environment. It is the first
-process of its PID namespace: with it all ends.
+process of its PID namespace: with it all ends. That includes the attempt to make a file longer than `file_bytes`, which
+no machine needs.
 """
 
 import fcntl
@@ -45,6 +46,7 @@ def main(request: dict[str, Any], descriptors: list[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"], request["file_bytes"]))
     system.become(root.USER, 0)
     os.execve(request["program"][0], request["program"], {})
 

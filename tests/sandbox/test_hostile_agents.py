@@ -27,6 +27,7 @@ from rollforward.sandbox.errors import (
     GoneCause,
     SandboxBusyError,
     SandboxError,
+    SandboxFileError,
     SandboxGoneError,
     SandboxUnavailableError,
 )
@@ -37,6 +38,7 @@ from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus,
 from rollforward.sandbox.vm import Layout
 from rollforward.sandbox.vm_machine import Machine, Wires
 from rollforward.sandbox.vm_monitor import Monitor
+from rollforward.sandbox.vm_state import Whole
 from tests.helpers.supervisors import on_loop
 
 pytestmark = pytest.mark.timeout(60)
@@ -220,8 +222,8 @@ async def test_an_answer_to_an_ancestors_question_is_no_answer() -> None:
     link = machine._link
     assert link is not None
     asking = asyncio.create_task(link.ask({"op": "exec"}))
-    (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
-    number = frames.unpack(await reader.readexactly(size))[0]["id"]
+    assert (await _heard(reader))["op"] == "go on"
+    number = (await _heard(reader))["id"]
     assert 1 << 20 < number < 1 << 53
     for inherited in range(100):  # whatever its ancestor had been asked
         writer.write(message({"id": inherited, "whose": "ancestor", "blobs": []}))
@@ -239,8 +241,14 @@ async def test_an_answer_to_an_ancestors_question_is_no_answer() -> None:
 
 
 class _Rejoined(Machine):
-    async def take(self, monitor: Monitor, max_bytes: int) -> bytes:
+    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
         raise NotImplementedError
+
+
+async def _heard(reader: asyncio.StreamReader) -> frames.Head:
+    """What an agent is told next."""
+    (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
+    return frames.unpack(await reader.readexactly(size))[0]
 
 
 _LAYOUT = Layout("/bin/true", "tcg", 1 << 20, (), "key")
@@ -498,10 +506,6 @@ async def _load(monitor: Monitor) -> None:
     await monitor.wait_until_loaded()
 
 
-async def _job(monitor: Monitor) -> None:
-    await monitor.job("snapshot-save", tag="state")
-
-
 EMULATORS: dict[str, tuple[Callable[[Monitor], Coroutine[Any, Any, None]], Any]] = {
     "a list": (_status, b"[]\n"),
     "a number": (_status, b"5\n"),
@@ -520,10 +524,6 @@ EMULATORS: dict[str, tuple[Callable[[Monitor], Coroutine[Any, Any, None]], Any]]
     "a migration that failed": (_migrate, {"return": {"status": "failed", "error-desc": {"x": 1}}}),
     "a status that is a list": (_load, {"return": []}),
     "no status": (_load, {"return": {}}),
-    "jobs that are none": (_job, {"return": 5}),
-    "no such job": (_job, {"return": []}),
-    "jobs of text": (_job, {"return": ["job1"]}),
-    "a job without a status": (_job, {"return": [{"id": "job1"}]}),
 }
 
 
@@ -593,14 +593,13 @@ async def test_an_answer_is_found_behind_events_and_answers_to_those_who_went_aw
 
 
 class Standing(Machine):
-    """A machine whose emulator is the test's: `saved` is what it saves."""
+    """A machine whose emulator is the test's."""
 
-    saved = b"state"
-
-    async def take(self, monitor: Monitor, max_bytes: int) -> bytes:
+    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
         with open("/dev/null", "wb") as file:
             await monitor.migrate(file.fileno())
-        return self.saved
+        nothing = memoryview(b"")
+        return Whole(runs=[], memory=nothing, devices=memoryview(b"state"), disk=nothing)
 
 
 async def _standing(emulator: Emulator) -> tuple[Standing, Wires]:
@@ -623,18 +622,23 @@ async def test_two_saves_of_a_machine_come_one_after_the_other_and_each_renews_i
     serving = asyncio.create_task(emulator.serve(_answers))
     renewals: list[int] = []
     keeping = asyncio.create_task(_keep_all(wires.keeper_end, renewals))
-    saved = await asyncio.gather(*(machine.save(max_bytes=100) for _ in range(2)), machine.pause())
+    told: list[str] = []
+    agent = asyncio.create_task(_hold_all(wires.agent_end, told))
+    saved = await asyncio.gather(*(machine.save(max_bytes=200) for _ in range(2)), machine.pause())
     assert saved[0] == saved[1]
     done = [question["execute"] for question in emulator.asked[1:]]
     assert done == [*["stop", "getfd", "migrate", "query-migrate", "cont"] * 2, "stop"]
     names = [question["arguments"]["fdname"] for question in emulator.asked if question["execute"] == "getfd"]
     assert len(set(names)) == 2
-    machine.saved = b""
-    with pytest.raises(SandboxUnavailableError, match="nothing"):
-        await machine.save(max_bytes=100)
+    with pytest.raises(SandboxFileError, match="more than 50"):
+        await machine.save(max_bytes=50)
     assert emulator.asked[-1]["execute"] == "cont"
     assert len(renewals) == 3
+    while len(told) < 6:
+        await asyncio.sleep(0)
+    assert told == ["hold", "go on"] * 3
     keeping.cancel()
+    agent.cancel()
     serving.cancel()
     machine._link.end(SandboxGoneError("gone", GoneCause.CLOSED))  # type: ignore[union-attr]
     for end in (wires.agent_end, wires.keeper_end, wires.monitor_end, wires.keeper):
@@ -646,6 +650,16 @@ async def _keep_all(end: socket.socket, renewals: list[int]) -> None:
     while True:
         await _keep(end)
         renewals.append(1)
+
+
+async def _hold_all(end: socket.socket, told: list[str]) -> None:
+    """Answer what an agent is asked."""
+    reader, writer = await asyncio.open_unix_connection(sock=end.dup())
+    while True:
+        head = await _heard(reader)
+        told.append(head["op"])
+        if "id" in head:
+            writer.write(message({"id": head["id"], "blobs": []}))
 
 
 class Slow:

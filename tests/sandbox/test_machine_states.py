@@ -26,14 +26,25 @@ from tests.helpers.containers import SMALL
 SPEC = SandboxSpec(substrate="microvm", limits=SMALL)
 
 
+class ScriptedVm(MicroVm):
+    """Boots by script."""
+
+    async def boot(self, template: Any, boot: "Scripted") -> State:
+        boot.booted.append(self.layout.accelerator)
+        if boot.fails(self.layout.accelerator):
+            raise SandboxUnavailableError("sandbox: a machine did not boot")
+        boot.state = State(vm_state.file_of(b"memory"), vm_state.file_of(b"devices"))
+        return boot.state
+
+
 class Scripted(MicroVmSubstrate):
-    """Boots by script; everything else is real."""
+    """Its machines boot by script; everything else is real."""
 
     def __init__(self, fails: Callable[[str], bool]) -> None:
         super().__init__(Images({}), label=f"test-{os.getpid()}", max_sandboxes=2)
         self.fails, self.booted = fails, list[str]()
         self.state = State(-1, -1)
-        self._boot = object()  # type: ignore[assignment]
+        self._boot = self  # type: ignore[assignment] # a machine is told by whom it boots
         self.template: Any = SimpleNamespace(died=asyncio.get_running_loop().create_future())
 
     @property
@@ -43,11 +54,8 @@ class Scripted(MicroVmSubstrate):
     def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
         return Layout("/bin/true", accelerator, vm.guest_bytes(spec), (), "")
 
-    async def boot(self, machine: MicroVm, template: Any, boot: Any) -> State:
-        self.booted.append(machine.layout.accelerator)
-        if self.fails(machine.layout.accelerator):
-            raise SandboxUnavailableError("sandbox: a machine did not boot")
-        return State(vm_state.file_of(b"memory"), vm_state.file_of(b"devices"))
+    def new(self, sandbox_id: str, spec: SandboxSpec, layout: Layout, make_group: Any, forget: Any) -> MicroVm:
+        return ScriptedVm(sandbox_id, spec, layout, make_group, forget)
 
     async def ask(self, spec: SandboxSpec = SPEC) -> State:
         return (await self._state(self.template, spec))[1]
@@ -124,12 +132,7 @@ def test_whoever_is_cancelled_while_a_state_is_kept_leaves_no_descriptor(monkeyp
             asyncio.run_coroutine_threadsafe(end.wait(), loop).result()
             read.append(vm_state.content(substrate.state.devices, 99))
 
-        async def boot(*arguments: Any) -> State:
-            substrate.state = await Scripted.boot(substrate, *arguments)
-            return substrate.state
-
         monkeypatch.setattr(vm_cache, "prepared", slow)
-        monkeypatch.setattr(substrate, "boot", boot)
         asking = asyncio.ensure_future(substrate.ask())
         await started.wait()
         asking.cancel()

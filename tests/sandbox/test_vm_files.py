@@ -137,7 +137,7 @@ def test_a_state_keeps_every_byte_and_no_empty_page(tmp_path: Path) -> None:
     assert os.pread(loaded.devices, 99, 0) == b"devices"
     copied = vm_state.copy(loaded.memory, size)
     assert os.pread(copied, size, 0) == os.pread(memory, size, 0)
-    for descriptor in loaded:
+    for descriptor in loaded[:2]:
         with pytest.raises(PermissionError):
             os.write(descriptor, b"x")
         with pytest.raises(PermissionError):
@@ -147,7 +147,14 @@ def test_a_state_keeps_every_byte_and_no_empty_page(tmp_path: Path) -> None:
     with pytest.raises(SandboxFileError, match="more than"):
         vm_state.content(devices, 3)
     assert vm_state.content(devices, 7) == b"devices"
-    vm_state.close_all([memory, devices, copied, *loaded])
+    shared = vm_state.share(loaded)
+    assert (loaded.disk, shared.disk) == (-1, -1)
+    vm_state.close_all(loaded)
+    assert vm_state.content(shared.devices, 7) == b"devices"
+    vm_state.keep(shared._replace(disk=devices), tmp_path)
+    with_disk = vm_state.load(tmp_path, size)
+    assert vm_state.content(with_disk.disk, 7) == b"devices"
+    vm_state.close_all([memory, devices, copied, *shared, *with_disk])
 
 
 def test_what_is_read_and_written_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
