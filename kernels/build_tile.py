@@ -5,6 +5,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import tilelang
 from tilelang.language import PrimFunc
@@ -18,8 +19,25 @@ def build(program: PrimFunc, target: str, path: Path) -> None:
     tilelang.compile(program, target={"kind": "cuda", "arch": target}).export_library(str(path))
 
 
-def report(wanted: object, target: str) -> tuple[int, int, int]:
-    """Return registers a thread, bytes spilled and warpgroup products of a `dispatch.Program`'s machine code."""
+class MachineCode(NamedTuple):
+    """What a program takes of a multiprocessor, and how it is launched."""
+
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    """Written to memory and read again for want of registers, by a thread."""
+    products: int
+    """Warpgroup products in its code."""
+    threads: int
+    """Of a block."""
+    shared_bytes: int
+    """Of a block."""
+    cooperative: bool
+    """Whether the driver starts all blocks at once, and refuses a launch that has more than are resident together."""
+
+
+def report(wanted: object, target: str) -> MachineCode:
+    """Return what a `dispatch.Program` becomes on a CUDA architecture."""
     function = getattr(importlib.import_module(f"rollforward.kernels.{wanted.module}"), wanted.function)
     kernel = tilelang.compile(function(**dict(wanted.constants)), target={"kind": "cuda", "arch": target})
     root = Path(tilelang.__file__).parent
@@ -32,6 +50,17 @@ def report(wanted: object, target: str) -> tuple[int, int, int]:
         ]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         products = (Path(place) / "kernel.ptx").read_text().count("wgmma.mma_async")
-    registers = max(int(found) for found in re.findall(r"Used (\d+) registers", told))
-    spilled = sum(int(found) for found in re.findall(r"(\d+) bytes spill", told))
-    return registers, spilled, products
+        kernel.export_library(f"{place}/kernel.so")
+        cooperative = b"use_cooperative_launch" in (Path(place) / "kernel.so").read_bytes()
+    # The host ends its list of a launch's numbers with a block's three sizes and its dynamic memory, if it has some.
+    numbers = [int(found) for found in re.findall(r"v_int64\) = \(+int64_t\)(\d+)\)+;", kernel.get_host_source())]
+    *_, threads, _, _, dynamic = numbers if numbers[-1] > 1 else (*numbers, 0)
+    static = max([0, *(int(found) for found in re.findall(r"(\d+) bytes smem", told))])
+    return MachineCode(
+        registers=max(int(found) for found in re.findall(r"Used (\d+) registers", told)),
+        spilled_bytes=sum(int(found) for found in re.findall(r"(\d+) bytes spill", told)),
+        products=products,
+        threads=threads,
+        shared_bytes=static + dynamic,
+        cooperative=cooperative,
+    )

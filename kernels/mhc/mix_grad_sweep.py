@@ -20,19 +20,18 @@ BACK_TOKENS, BACK_N, BACK_D, GATE_TOKENS = 2048, 64, 64, 8
 and tokens whose part of base's and scale's gradients is."""
 
 _MODULE, _STREAMS = "mhc.mix_grad_tile", "mhc.mix_streams_grad_tile"
-_NORMED = (False, True)
 
 
-def _streams(D: int, normed: bool, across: bool) -> Program:
-    return program(_STREAMS, "streams_backward", D=D, normed=normed, across=across)
+def _streams(D: int, head: bool, across: bool) -> Program:
+    return program(_STREAMS, "streams_backward", D=D, head=head, across=across)
 
 
-def _gates(D: int, iters: int, head: bool, normed: bool) -> Program:
-    return program(_MODULE, "gates_backward", D=D, iters=iters, head=head, normed=normed)
+def _gates(D: int, iters: int, head: bool) -> Program:
+    return program(_MODULE, "gates_backward", D=D, iters=iters, head=head)
 
 
-def _sums(D: int, head: bool, normed: bool) -> Program:
-    return program(_MODULE, "parameter_sums", D=D, head=head, normed=normed)
+def _sums(D: int, head: bool) -> Program:
+    return program(_MODULE, "parameter_sums", D=D, head=head)
 
 
 def programs(D: int, iters: int) -> list[Program]:
@@ -40,9 +39,9 @@ def programs(D: int, iters: int) -> list[Program]:
     return [
         program(_MODULE, "leave_backward", D=D),
         program(_MODULE, "weight_sums", D=D),
-        *(_streams(D, normed, across) for normed in _NORMED for across in (False, True)),
-        *(_gates(D, HEAD_ITERS if head else iters, head, normed) for normed in _NORMED for head in (False, True)),
-        *(_sums(D, head, normed) for normed in _NORMED for head in (False, True)),
+        *(_streams(D, head, across) for head, across in ((False, False), (False, True), (True, False))),
+        *(_gates(D, HEAD_ITERS if head else iters, head) for head in (False, True)),
+        *(_sums(D, head) for head in (False, True)),
     ]
 
 
@@ -53,8 +52,8 @@ class _Launch(NamedTuple):
 
 
 @functools.cache
-def _launch(D: int, iters: int, head: bool, normed: bool, across: bool) -> _Launch:
-    wanted = _gates(D, iters, head, normed), _streams(D, normed, across), _sums(D, head, normed)
+def _launch(D: int, iters: int, head: bool, across: bool) -> _Launch:
+    wanted = _gates(D, iters, head), _streams(D, head, across), _sums(D, head)
     return _Launch(*map(bind, wanted))
 
 
@@ -116,7 +115,7 @@ def enter_backward_into(
         weights: [N, 32] float32, what `mix_sweep.enter_into` left.
         grad_weights: [N, 32] float32, the gradients of post and comb at their places; the others are not read.
         grad_x: [N, J] bfloat16, the gradient of the streams by other ways; added to, or with `out` only read.
-        norm: [D] float32: the input was normalised, times this.
+        norm: [D] float32: the input was normalised, times this; None of the head, whose input was not.
         out: see `across_backward_into`.
         sums: whether those of the parameters are asked for; else all four are None.
 
@@ -124,19 +123,18 @@ def enter_backward_into(
         in a CUDA graph.
     """
     N, D = dy.shape
-    tiles, chunks, normed = -(-N // BACK_N), -(-N // BACK_TOKENS), norm is not None
-    launch = _launch(D, site.iters, site.head, normed, out is not None)
+    tiles, chunks, absent = -(-N // BACK_N), -(-N // BACK_TOKENS), x[:1, :1]
+    launch = _launch(D, site.iters, site.head, out is not None)
     norm = site.base[:1] if norm is None else norm
     mix_grads = x.new_empty((N, 2 * PLACES))
     numbers = weights.new_empty((tiles, PLACES, BACK_N))
     by_place = weights.new_empty((tiles * BACK_N // GATE_TOKENS, PLACES))
-    parts = weights.new_empty((chunks, 2 * PLACES, STREAMS * D)), weights.new_empty((chunks, D if normed else 1))
+    parts = weights.new_empty((chunks, 2 * PLACES, STREAMS * D)), weights.new_empty((chunks, len(norm)))
     out_weights = weights if out is None else out.weights
     operands = x, dy, norm, raw, site.base, site.scale, weights, grad_weights, out_weights
     launch.gates_backward(*operands, site.eps, site.norm_eps, mix_grads, numbers, by_place)
     operands = x, dy, grad_x, norm, numbers, mix_grads, site.fn
     if out is None:
-        absent = x[:1, :1]
         launch.streams_backward(*operands, absent, absent, absent, grad_x, numbers[:1, :1, :1], *parts)
     else:
         dots = weights.new_empty((D // BACK_D, STREAMS + STREAMS**2, N))
@@ -148,7 +146,7 @@ def enter_backward_into(
     X = len(site.base)
     grad_fn, numbers, grad_norm = (weights.new_empty(size) for size in ((X, STREAMS * D), (PLACES,), len(norm)))
     launch.parameter_sums(*parts, by_place, grad_fn, grad_norm, numbers)
-    return Grads(grad_fn, numbers[:X], numbers[24 : 24 + len(site.scale)], grad_norm if normed else None)
+    return Grads(grad_fn, numbers[:X], numbers[24 : 24 + len(site.scale)], None if site.head else grad_norm)
 
 
 def across_backward_into(

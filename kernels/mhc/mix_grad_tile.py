@@ -97,14 +97,14 @@ def leave_backward(D: int) -> PrimFunc:
     return leave_backward_kernel
 
 
-def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
+def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
     """What a site's gradients need of each token: first the gradient of pre, which takes a pass over the streams
     x [N, J] and the gradient of the sublayer's input dy [N, D], then those of the gates and back through Sinkhorn.
 
     Args:
         iters: Sinkhorn passes.
-        head: 4 mixing numbers, pre alone.
-        normed: the input is the merged streams over their rms and times norm [D], whose gradient is made here.
+        head: 4 mixing numbers, pre alone, and no norm. Else the input is the merged streams over their rms and times
+            norm [D], whose gradient is made here.
 
     `raw` [N, 32] are the mixing numbers before 1 / rms, weights [N, 32] what the way in made of them, grad_weights
     [N, 32] the gradients of its post and comb; out_weights [N, 32] have post and comb of a way out before it.
@@ -117,7 +117,7 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
     Blocks walk over groups of tokens. Eight warps take the sums over a token's entries together; four more run through
     Sinkhorn meanwhile, then make the gates' gradients, each with a token.
     """
-    J, X, dots = M * D, M if head else 24, 2 * M + 2 if normed else M
+    J, X, dots = M * D, M if head else 24, M if head else 2 * M + 2
     steps = -(-D // (THREADS * EACH))
     each = min(steps, 2)
     N = T.dynamic("N")
@@ -196,13 +196,13 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
             for e in T.unroll(each):
                 at = ((s * each + e) * THREADS + thread) * EACH
                 if at < D:
-                    if normed:
+                    if not head:
                         for h in T.unroll(2):
                             for j in T.vectorized(EACH // 2):
                                 n[h * (EACH // 2) + j] = norm[at + h * (EACH // 2) + j]
                     for j in T.unroll(EACH):
                         value[0] = T.Cast(T.float32, of_y[e, j])
-                        if normed:
+                        if not head:
                             value[0] *= n[j]
                             value[1] = pre[0] * T.Cast(T.float32, of_x[e * M, j])
                             for m in T.unroll(M - 1):
@@ -211,7 +211,7 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
                             sums[2 * M + 1] += value[0] * value[1]
                         for m in T.unroll(M):
                             sums[m] += value[0] * T.Cast(T.float32, of_x[e * M + m, j])
-                            if normed:
+                            if not head:
                                 sums[M + m] += value[1] * T.Cast(T.float32, of_x[e * M + m, j])
         for step in (16, 8):
             for i in T.unroll(dots):
@@ -243,14 +243,14 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
                 sums[i] += T.shfl_xor(sums[i], step)
         of_norm[0] = 1.0
         of_norm[1] = 0.0
-        if normed:
+        if not head:
             of_norm[0] = T.ieee_frsqrt(sums[2 * M] / D + norm_eps)
             of_norm[1] = of_norm[0] * of_norm[0] * of_norm[0] * sums[2 * M + 1] / D
         # From here a lane has its place.
         for m in T.unroll(M):
             if lane == m:
                 value[0] = sums[m]
-                if normed:
+                if not head:
                     value[0] = of_norm[0] * sums[m] - of_norm[1] * sums[M + m]
                 logit[0] = value[0] * (pre[m] - eps) * (1.0 + eps - pre[m])
         if lane >= M and lane < 2 * M:
@@ -297,7 +297,7 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
     def gates_backward_kernel(
         x: T.Tensor((N, J), T.bfloat16),
         dy: T.Tensor((N, D), T.bfloat16),
-        norm: T.Tensor((D if normed else 1,), T.float32),
+        norm: T.Tensor((1 if head else D,), T.float32),
         raw: T.Tensor((N, PLACES), T.float32),
         base: T.Tensor((X,), T.float32),
         scale: T.Tensor((1 if head else 3,), T.float32),
@@ -390,13 +390,13 @@ def gates_backward(D: int, iters: int, head: bool, normed: bool) -> PrimFunc:
     return gates_backward_kernel
 
 
-def parameter_sums(D: int, head: bool, normed: bool) -> PrimFunc:
+def parameter_sums(D: int, head: bool) -> PrimFunc:
     """The gradients of a site's parameters from parts of tokens, in their order: of the projection [X, J] from
     `streams_backward`'s grad_w [C, 64, J], of norm [D] from its grad_norm [C, D], and of base and scale, at their
     places of [32], from `gates_backward`'s by_place."""
     J, X = M * D, M if head else 24
     wide = SUM_THREADS * 4
-    blocks, norm_blocks = X * J // wide, -(-D // wide) if normed else 0
+    blocks, norm_blocks = X * J // wide, 0 if head else -(-D // wide)
     lanes = SUM_THREADS // 8
     C = T.dynamic("C")
     G = T.dynamic("G")
@@ -404,10 +404,10 @@ def parameter_sums(D: int, head: bool, normed: bool) -> PrimFunc:
     @T.prim_func
     def parameter_sums_kernel(
         grad_w: T.Tensor((C, 2 * PLACES, J), T.float32),
-        norm_parts: T.Tensor((C, D if normed else 1), T.float32),
+        norm_parts: T.Tensor((C, 1 if head else D), T.float32),
         by_place: T.Tensor((G, PLACES), T.float32),
         grad_fn: T.Tensor((X, J), T.float32),
-        grad_norm: T.Tensor((D if normed else 1,), T.float32),
+        grad_norm: T.Tensor((1 if head else D,), T.float32),
         grad_numbers: T.Tensor((PLACES,), T.float32),
     ):
         with T.Kernel(blocks + norm_blocks + 1, threads=SUM_THREADS) as block:
@@ -432,7 +432,7 @@ def parameter_sums(D: int, head: bool, normed: bool) -> PrimFunc:
                     grad_fn[place, at + i] = total[i]
             elif block < blocks + norm_blocks:
                 at = (block - blocks) * wide + thread * 4
-                if at < (D if normed else 0):
+                if at < (0 if head else D):
                     for c in T.serial(C):
                         for i in T.vectorized(4):
                             part[i] = norm_parts[c, at + i]

@@ -32,12 +32,12 @@ def _column_place(_, j):
     return j % 32 // 8 * 2 + j % 2
 
 
-def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
+def streams_backward(D: int, head: bool, across: bool) -> PrimFunc:
     """The gradient of the streams x [N, J] that a site reads, from that of them by other ways, g [N, J], and that of
     the sublayer's input, dy [N, D]: g_j + pre_j dy, through the projection, and through both rms.
 
     Args:
-        normed: the input is normalised, as in `gates_backward`.
+        head: as in `gates_backward`.
         across: x are the streams after a sublayer with output f [N, D] and `before` [N, J] those before it. The
             gradient of x stays here; written are those of f [N, D] and of `before` [N, J], and for each 64 columns
             the sums over them of the gradients of post and comb [D / 64, 20, N]. Otherwise that of x is written, to
@@ -187,7 +187,7 @@ def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
         x: T.Tensor((N, J), T.bfloat16),
         dy: T.Tensor((N, D), T.bfloat16),
         g: T.Tensor((N, J), T.bfloat16),
-        norm: T.Tensor((D if normed else 1,), T.float32),
+        norm: T.Tensor((1 if head else D,), T.float32),
         numbers: T.Tensor((T.ceildiv(N, BACK_N), PLACES, BACK_N), T.float32),
         mix_grads: T.Tensor((N, 2 * PLACES), T.bfloat16),
         w: T.Tensor((2, PLACES, J), T.bfloat16),
@@ -197,7 +197,7 @@ def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
         grad_x: T.Tensor((N, J), T.bfloat16),
         dots: T.Tensor((D // BACK_D, 20, N) if across else (1, 1, 1), T.float32),
         grad_w: T.Tensor((T.ceildiv(N, BACK_TOKENS), 2 * PLACES, J), T.float32),
-        grad_norm: T.Tensor((T.ceildiv(N, BACK_TOKENS), D if normed else 1), T.float32),
+        grad_norm: T.Tensor((T.ceildiv(N, BACK_TOKENS), 1 if head else D), T.float32),
     ):
         # Long because a program is one function.
         with T.Kernel(D // BACK_D, T.ceildiv(N, BACK_TOKENS), threads=BACK_THREADS + 128) as (column, chunk):
@@ -302,7 +302,7 @@ def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
                 )
                 for sums in (w0, w1, w2, w3):
                     T.clear(sums)
-                if normed:
+                if not head:
                     T.clear(of_norm)
                 T.mbarrier_wait_parity(ready[0], 0)
                 for step in T.serial(steps):
@@ -311,19 +311,19 @@ def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
                     T.mbarrier_wait_parity(full[slot(step, 0)], parity(step))
                     for m, z in ((0, z0), (1, z1), (2, z2), (3, z3)):
                         project(step, m, z, tiles, of_w, full)
-                        if normed:
+                        if not head:
                             T.copy(tiles[slot(step, 1 + m), :, :], short)
                             for i, j in T.Parallel(BACK_N, BACK_D):
                                 value = of_token[step % 2, m, i] * T.Cast(T.float32, short[i, j])
                                 y[i, j] = value + y[i, j] if m else value
                     take(step, 5, short, tiles, full, empty, thread)
-                    if normed:
+                    if not head:
                         T.copy(norm[at : at + BACK_D], scale)
                         for i in T.Parallel(BACK_N):
                             rms[i] = of_token[step % 2, 25, i]
                             rms_grad[i] = of_token[step % 2, 26, i]
                     for i, j in T.Parallel(BACK_N, BACK_D):
-                        if normed:
+                        if not head:
                             of_norm[i // 16 * 8 + i % 8, j] += rms[i] * T.Cast(T.float32, short[i, j]) * y[i, j]
                             y[i, j] = rms[i] * T.Cast(T.float32, short[i, j]) * scale[j] - rms_grad[i] * y[i, j]
                         else:
@@ -363,7 +363,7 @@ def streams_backward(D: int, normed: bool, across: bool) -> PrimFunc:
                 T.copy(w1, grad_w[chunk, 0, D + at])
                 T.copy(w2, grad_w[chunk, 0, 2 * D + at])
                 T.copy(w3, grad_w[chunk, 0, 3 * D + at])
-                if normed:
+                if not head:
                     for step in (4, 8, 16):
                         for i, j in T.Parallel(32, BACK_D):
                             of_norm[i, j] += T.shfl_xor(of_norm[i, j], step)

@@ -48,3 +48,18 @@ def near(mine: Tensor, exact: Tensor, bound: float) -> None:
     assert torch.isfinite(mine).all()
     error = (mine.double() - exact).norm() / exact.norm().clamp(min=1e-300)
     assert error <= bound, f"relative error {error:.3g}, bound {bound:.3g}"
+
+
+def near_entries(mine: Tensor, exact: Tensor, of_entry: float, of_row: float) -> None:
+    """Each entry's error is at most `of_entry` of the entry and `of_row` of its row's root mean square; NaN never
+    passes. Rows are of the first dimension; a vector is one row."""
+    assert mine.shape == exact.shape
+    rows = exact.unsqueeze(0) if exact.dim() == 1 else exact.flatten(1)
+    root_mean_square = rows.square().mean(1, keepdim=True).sqrt()
+    error = (mine.double().reshape(rows.shape) - rows).abs()
+    bound = of_entry * rows.abs() + of_row * root_mean_square
+    at = tuple(int(one) for one in torch.unravel_index((error - bound).argmax(), error.shape))
+    found = (
+        f"{float(mine.reshape(rows.shape)[at]):.6g} for {float(rows[at]):.6g}, row {float(root_mean_square[at[0]]):.3g}"
+    )
+    assert bool((error <= bound).all()), f"entry {at}: {found}; the bound is {float(bound[at]):.3g}"

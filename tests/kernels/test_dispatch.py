@@ -11,7 +11,7 @@ import torch
 
 from rollforward.kernels import dispatch
 from rollforward.kernels.dispatch import program
-from rollforward.kernels.errors import BackendError, ProgramMissingError
+from rollforward.kernels.errors import BackendError, ProgramMissingError, ShapeError
 from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.kernels.quant import mxfp4_sweep
@@ -110,23 +110,49 @@ def test_a_program_is_compiled_once_and_found_again():
 PRODUCTS = {"logits", "student_logits", "hidden_grad", "streams_backward"}
 """Functions whose programs multiply matrices."""
 
+MULTIPROCESSOR = {"registers": 65536, "shared_bytes": 233472, "reserved_bytes": 1024}
+"""What blocks share on a device of compute capability 9.0, and shared memory of each block that CUDA takes itself."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "wanted",
     [
         *vocab_sweep.programs(129280, 1024, 4096),
-        *mix_sweep.programs(1024, 20),
+        *(one for D in (1024, 4096, 7168) for one in mix_sweep.programs(D, 20)),
         *(one for one in mxfp4_sweep.programs(512, 1024) if ("bf16", True) not in one.constants),
     ],
     ids=str,
 )
 def test_machine_code(wanted):
-    """Programs of the mini model spill nothing, and their products are those of sm_90a."""
+    """Programs of the mini model, and those of hyper-connections at the widths of Flash and Pro, spill nothing; their
+    products are those of sm_90a; and a block that waits for others of its launch is resident with all of them: the
+    driver starts them at once or refuses, and a multiprocessor has room for one."""
     from rollforward.kernels.build_tile import report
 
-    registers, spilled, products = report(wanted, dispatch.TARGET)
-    assert spilled == 0
-    assert (products > 0) == (wanted.function in PRODUCTS)
-    if products:  # a block's 384 threads share 65536
-        assert registers <= 168
+    code = report(wanted, dispatch.TARGET)
+    assert code.spilled_bytes == 0
+    assert (code.products > 0) == (wanted.function in PRODUCTS)
+    assert code.cooperative == (wanted.function == "across")
+    if code.products or code.cooperative:  # which move registers between warps: a block starts with what it ends with
+        assert code.registers <= 168
+    assert code.registers * code.threads <= MULTIPROCESSOR["registers"]
+    assert code.shared_bytes + MULTIPROCESSOR["reserved_bytes"] <= MULTIPROCESSOR["shared_bytes"]
+
+
+@pytest.mark.parametrize("multiprocessors", [28, 78, 114, 132, 144])
+@pytest.mark.parametrize("D", [512, 1024, 2304, 4096, 7168])
+@pytest.mark.parametrize("count", [1, 16, 17, 500, 100_000])
+def test_a_launch_across_has_a_multiprocessor_for_each_block(D, count, multiprocessors, monkeypatch):
+    """Its blocks are as many as the rows of what they tell each other in."""
+    monkeypatch.setattr(mix_sweep, "_multiprocessors", lambda _: multiprocessors)
+    groups, parts = mix_sweep.exchange(count, D, torch.device("cpu")).rounds.shape
+    assert parts == D // mix_sweep.COLUMNS
+    assert 1 <= groups * parts <= multiprocessors
+    assert groups <= -(-count // mix_sweep.TOKENS)
+
+
+def test_a_row_that_no_device_holds_is_refused(monkeypatch):
+    monkeypatch.setattr(mix_sweep, "_multiprocessors", lambda _: 27)
+    with pytest.raises(ShapeError, match="28 blocks hold a row, and this device has room for 27"):
+        mix_sweep.exchange(1, 7168, torch.device("cpu"))

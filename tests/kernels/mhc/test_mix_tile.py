@@ -1,7 +1,8 @@
 """`mix` on a GPU: its tile form against float64 and the reference, and against itself.
 
 Sizes cross the rounds of 16 tokens, more of them than a group has at a time, and the 2048 tokens of a part of the
-projection's gradient; a row has the columns of two, four, nine and sixteen blocks. Not proven here: speed.
+projection's gradient; a row has the columns of two to 28 blocks. Not proven here: entries one by one
+(test_mix_entries.py), speed.
 """
 
 import functools
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device of compute capability 9.0"),
 ]
 
-WIDTHS = (512, 1024, 2304, 4096)
+WIDTHS = (512, 1024, 2304, 4096, 7168)
 SETTINGS = {"iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
 
 
