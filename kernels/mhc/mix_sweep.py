@@ -136,6 +136,26 @@ def exchange(N: int, D: int, device: torch.device) -> Exchange:
     return Exchange(rounds.view(groups, parts), sums.view(groups, SLOTS, parts, PACKS, TOKENS, 4))
 
 
+def shared_exchange(N: int, D: int, device: torch.device) -> Exchange:
+    """Return what a launch on N tokens needs: a part of what launches on the current stream share, one after another,
+    so that nothing is allocated or cleared. In a CUDA graph, which may be replayed beside them, one of its own.
+
+    Raises:
+        ShapeError: as `exchange`.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return exchange(N, D, device)
+    whole = _exchange_of_stream(D, device, torch.cuda.current_stream(device).cuda_stream)
+    # A group counts its own rounds, so launches may have different numbers of groups.
+    return Exchange(*(one[: -(-N // TOKENS)] for one in whole))
+
+
+@functools.cache
+def _exchange_of_stream(D: int, device: torch.device, stream: int) -> Exchange:
+    del stream  # one each, on which it is also cleared
+    return exchange(TOKENS * _multiprocessors(device), D, device)
+
+
 def entered(x: Tensor) -> Entered:
     """Allocate what `enter_into` and `across_into` write of streams [N, J]."""
     raw, weights = x.new_empty((2, len(x), PLACES), dtype=torch.float32)
@@ -238,7 +258,7 @@ class Enter(torch.autograd.Function):
         way = Way(fn_XJ.contiguous(), base_X, scale, norm_D, *settings)
         into = entered(x)
         if len(x):
-            enter_into(x, way, exchange(len(x), into.y.shape[1], x.device), into)
+            enter_into(x, way, shared_exchange(len(x), into.y.shape[1], x.device), into)
         ctx.save_for_backward(x, *way[:4], into.raw, into.weights)
         ctx.settings = settings
         return into.y, into.weights
@@ -279,7 +299,7 @@ class Across(torch.autograd.Function):
         way = Way(fn_XJ.contiguous(), base_X, scale, norm_D, *settings)
         streams, into = torch.empty_like(x), entered(x)
         if len(x):
-            across_into(f, x, before, way, exchange(len(x), f.shape[1], x.device), streams, into)
+            across_into(f, x, before, way, shared_exchange(len(x), f.shape[1], x.device), streams, into)
         ctx.save_for_backward(f, x, before, streams, *way[:4], into.raw, into.weights)
         ctx.settings = settings
         return streams.view_as(streams_TMD), into.y, into.weights

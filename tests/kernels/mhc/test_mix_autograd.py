@@ -191,3 +191,38 @@ def test_gradients_are_not_differentiated_again(function):
         torch.autograd.grad(out.sum(), streams, create_graph=True, retain_graph=True)
     (grad,) = torch.autograd.grad(out.sum(), streams)
     assert grad.shape == streams.shape
+
+
+class _Stream:
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
+def test_launches_on_one_stream_share_what_their_blocks_tell_each_other(monkeypatch):
+    current = [_Stream(1)]
+    monkeypatch.setattr(mix_sweep, "_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    mix_sweep._exchange_of_stream.cache_clear()
+
+    def places(count: int, width: int = 4096) -> tuple[int, ...]:
+        return tuple(one.data_ptr() for one in mix_sweep.shared_exchange(count, width, torch.device("cpu")))
+
+    try:
+        assert places(1) == places(8192) == places(40)
+        assert len({places(1), places(1, 512)}) == 2
+        first = places(1)
+        current[0] = _Stream(2)
+        assert not set(places(1)) & set(first)
+        for count in (1, 16, 17, 8192):
+            shared = mix_sweep.shared_exchange(count, 4096, torch.device("cpu"))
+            alone = mix_sweep.exchange(count, 4096, torch.device("cpu"))
+            assert [one.shape for one in shared] == [one.shape for one in alone]
+            assert all(one.is_contiguous() for one in shared)
+            assert not any(one.any() for one in shared)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not set(places(1)) & set(first)
+        kept = mix_sweep.shared_exchange(1, 4096, torch.device("cpu"))
+        assert kept.sums.data_ptr() not in places(1)
+    finally:
+        mix_sweep._exchange_of_stream.cache_clear()

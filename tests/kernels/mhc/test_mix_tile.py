@@ -196,6 +196,37 @@ def test_launches_share_what_blocks_tell_each_other():
         assert different(first.setdefault(count, found), found) == []
 
 
+def test_streams_at_once_and_graphs_beside_them():
+    """Ops on two streams, and a graph that is replayed on a third meanwhile: nobody hears what is not for him."""
+    given = problem(1024, 700)
+    numbers = tuple(given[name] for name in ("fn", "base", "scale", "norm"))
+
+    def run(count: int) -> Outputs:
+        entered = mhc_enter(given["streams"][:count], *numbers, **SETTINGS)
+        across = mhc_across(given["f"][:count], given["streams"][:count], *entered[1:], *numbers, **SETTINGS)
+        return dict(zip("abcdefg", (*entered, *across), strict=True))
+
+    counts = 700, 1, 33, 555
+    expected = {count: run(count) for count in counts}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(33)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for one in streams:
+        one.wait_stream(torch.cuda.current_stream())
+    found: list[tuple[int, Outputs]] = []
+    for turn in range(40):
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                count = counts[turn % 4]
+                found.append((count, run(count)))
+        with torch.cuda.stream(streams[2]):
+            graph.replay()
+    torch.cuda.synchronize()
+    assert all(different(expected[count], outputs) == [] for count, outputs in found)
+    assert different(expected[33], captured) == []
+
+
 def test_graphs():
     given = problem(4096, 64)
     x, f, way = given["streams"].flatten(1), given["f"], _way(given)
