@@ -17,7 +17,7 @@ from typing import cast
 
 from rollforward.conf import console
 from rollforward.conf.drill import plan_drill
-from rollforward.conf.errors import UsageError, user_error
+from rollforward.conf.errors import UsageError, told, user_error
 from rollforward.conf.execute import execute
 from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of, works_in_run_dir
 from rollforward.conf.load import compose_data, config_groups, set_library_environment, to_yaml
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.fail("interrupted")
         return 130
     except Exception as error:
-        told = user_error(error)
-        if told is None:
+        mistake = user_error(error)
+        if mistake is None:
             raise
-        console.fail(str(told))
+        console.fail(told(mistake))
         return 2
 
 

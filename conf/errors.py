@@ -36,7 +36,8 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-_DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
+_FULL = (errno.EDQUOT, errno.ENOSPC)
+_DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, *_FULL)
 """What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
 
 
@@ -52,3 +53,11 @@ def user_error(error: BaseException) -> BaseException | None:
             if any(parts[0] == "rollforward" and parts[-1] == "errors" for parts in modules):
                 return candidate
     return None
+
+
+def told(error: BaseException) -> str:
+    """What is said of a `user_error`: its message, and what a disk's lacks, the way out."""
+    if not isinstance(error, OSError):
+        return str(error)
+    way_out = "Make room there" if error.errno in _FULL else "Let this user write there, or name another place"
+    return f"{error}. {way_out}; then the same command goes on"

@@ -75,10 +75,22 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
         The checkpoint's directory.
 
     Raises:
-        CheckpointWriteError: it does not read back as it was written. The ones before are untouched.
+        CheckpointWriteError: the disk refuses, or it does not read back as it was written. The ones before are
+            untouched.
     """
-    root.mkdir(parents=True, exist_ok=True)
     target = root / f"step_{state.step:06d}"
+    try:
+        _save(root, target, state, write, keep)
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"{target} cannot be written: {error}. Make room or set keep_checkpoints lower, or let this user write"
+            " there; the checkpoint before it is kept: `rollforward resume` with the run's directory goes on from it"
+        ) from error
+    return target
+
+
+def _save(root: Path, target: Path, state: LoopState, write: Callable[[Path], None], keep: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
     partial = root / f".{target.name}.partial"
     for leftover in root.glob(".step_*.partial"):
         shutil.rmtree(leftover)
@@ -98,7 +110,6 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
     older = written.index(target) + 1
     for old in (*written[: max(older - keep, 0)], *written[older:]):
         shutil.rmtree(old)
-    return target
 
 
 def is_due(step: int, every_steps: int, total_steps: int) -> bool:

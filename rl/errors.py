@@ -52,8 +52,8 @@ class QuantisationError(RLError, RuntimeError):
 
 
 class CheckpointWriteError(RLError, RuntimeError):
-    """A checkpoint does not read back as it was written: the disk, its path or the memory is faulty. Stop; the run goes
-    on from the checkpoint before, on another machine or disk."""
+    """A checkpoint cannot be written, or does not read back as it was: the disk is full, or it, its path or the memory
+    is faulty. Stop; the run goes on from the checkpoint before, with more room or on another machine or disk."""
 
 
 class ClusterError(RLError, ValueError):

@@ -217,7 +217,7 @@ class Replica:
 
         Raises:
             EnvironmentConfigError, ToolError, SandboxUnavailableError: the environment cannot be built.
-            WalLockedError, WalUsageError, WalFencedError, OSError: see ``open_log``.
+            WalLockedError, WalUsageError, WalFencedError, WalWriteError: see ``open_log``.
         """
         torch.set_num_threads(config.threads)
         self.name = name

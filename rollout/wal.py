@@ -31,7 +31,7 @@ from rollforward.rollout.types import (
     StopReason,
 )
 from rollforward.rollout.wal_commit import GroupCommitter, WalStats
-from rollforward.rollout.wal_files import EpochClaim
+from rollforward.rollout.wal_files import EPOCH_NAME, EpochClaim, write_error
 from rollforward.rollout.wal_mirror import mirror_directory
 from rollforward.rollout.wal_records import (
     NO_SLOT,
@@ -85,11 +85,20 @@ def open_log(
         WalUsageError: the directory belongs to another stream, or a newer version of the format wrote in it, or the
             mirror is on the same device or belongs to another log.
         WalFencedError: another process took the stream over at the same moment.
-        OSError: the directory cannot be made or written.
+        WalWriteError: the directory cannot be made or written.
 
     Invariants: safe to call again after any error or kill; sequence numbers and epochs grow over all calls.
 
     """
+    try:
+        return _open(directory, stream=stream, config=config, takeover=takeover, sync=sync)
+    except OSError as cause:
+        raise write_error(cause, directory / EPOCH_NAME, "it was not opened, and what is durable stays so") from cause
+
+
+def _open(
+    directory: Path, *, stream: str, config: WalConfig, takeover: bool, sync: Callable[[int], None]
+) -> tuple["WalWriter", RecoveredLog]:
     mirror = mirror_directory(config, directory)
     claim = EpochClaim.claim(directory, stream=stream, takeover=takeover, mirror=mirror)
     try:

@@ -4,18 +4,15 @@ Here: frames in, durability out; segments rotate on the way. Not here: what a fr
 rollout/wal_records.py), segments (rollout/wal_segments.py), fencing (rollout/wal_files.py).
 """
 
-import errno
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from rollforward.rollout.errors import RolloutError, WalStalledError, WalUsageError, WalWriteError
-from rollforward.rollout.wal_files import EpochClaim
+from rollforward.rollout.wal_files import EpochClaim, write_error
 from rollforward.rollout.wal_records import WAL_KIND, WalConfig
 from rollforward.rollout.wal_segments import SegmentWriter
 from rollforward.sandbox.codec import MAX_PAYLOAD_BYTES, SegmentHeader, encode_frame, frame_seed
@@ -111,6 +108,10 @@ class GroupCommitter:
     def durable_seq(self) -> int:
         """Every frame with a seq up to this one is durable. Never shrinks; costs nothing to read."""
         return self._durable_seq
+
+    @property
+    def _durable(self) -> str:
+        return f"durable up to seq {self._durable_seq}, nothing after it may be published"
 
     @property
     def error(self) -> RolloutError | None:
@@ -243,7 +244,7 @@ class GroupCommitter:
             if self._error is None and not self._is_abandoned:
                 self._segments.finish()
         except OSError as cause:
-            self._error = _write_error(cause, self._segments.path, self._durable_seq)
+            self._error = write_error(cause, self._segments.path, self._durable)
         finally:
             self._segments.close()
             self._claim.release()
@@ -277,7 +278,7 @@ class GroupCommitter:
                 self._commit(batch)
             error = None
         except OSError as cause:
-            error = _write_error(cause, self._segments.path, self._durable_seq)
+            error = write_error(cause, self._segments.path, self._durable)
         except RolloutError as cause:
             error = cause
         finally:
@@ -323,23 +324,3 @@ class GroupCommitter:
         with self._condition:
             self._durable_seq = batch[-1].seq
             self._condition.notify_all()
-
-
-def _write_error(cause: OSError, path: Path, durable_seq: int) -> WalWriteError:
-    """Returns what a person needs to know of a failed write: file, bytes free, way out."""
-    name = Path(os.fsdecode(cause.filename)) if isinstance(cause.filename, str | bytes) else path
-    try:
-        found = os.statvfs(name.parent)
-        free = f"{found.f_bavail * found.f_frsize} bytes are free there"
-    except OSError as unknown:
-        free = f"how much is free there is not known ({unknown})"
-    if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        way_out = "Make room (or raise the quota or the limit on a file's size)"
-    else:
-        way_out = "Look at the device (dmesg), or move the run to another one"
-    error = WalWriteError(
-        f"log {name}: {cause}; {free}; durable up to seq {durable_seq}, nothing after it may be published. {way_out},"
-        " then go on with `rollforward resume RUN_DIR`: a new writer continues from the durable tokens."
-    )
-    error.__cause__ = cause
-    return error

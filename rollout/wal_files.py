@@ -18,7 +18,7 @@ import stat
 from pathlib import Path
 from typing import Self
 
-from rollforward.rollout.errors import WalFencedError, WalLockedError, WalUsageError
+from rollforward.rollout.errors import WalFencedError, WalLockedError, WalUsageError, WalWriteError
 from rollforward.sandbox.codec import SegmentHeader, encode_segment_header, parse_segment_header
 from rollforward.sandbox.files import sync_directory
 
@@ -224,6 +224,38 @@ def _lock(path: Path, *, takeover: bool) -> int:
         f"log directory {path.parent} is written by another live process;"
         " wait for its end, or pass takeover=True if it was declared dead."
     )
+
+
+def write_error(cause: OSError, path: Path, state: str) -> WalWriteError:
+    """What a person needs to know of a failed write.
+
+    Args:
+        cause: what the kernel said.
+        path: what was written, where the kernel names no file.
+        state: what holds of the log.
+
+    Returns:
+        An error that tells file, bytes free, and the way out.
+
+    """
+    name = Path(os.fsdecode(cause.filename)) if isinstance(cause.filename, str | bytes) else path
+    try:
+        found = os.statvfs(next(place for place in name.parents if place.is_dir()))
+        free = f"{found.f_bavail * found.f_frsize} bytes are free there"
+    except (OSError, StopIteration) as unknown:
+        free = f"how much is free there is not known ({unknown})"
+    if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        way_out = "Make room (or raise the quota or the limit on a file's size)"
+    elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        way_out = "Let this user write there"
+    else:
+        way_out = "Look at the device (dmesg), or move the run to another one"
+    error = WalWriteError(
+        f"log {name}: {cause}; {free}; {state}. {way_out}, then go on with `rollforward resume RUN_DIR`: a new writer"
+        " continues from the durable tokens."
+    )
+    error.__cause__ = cause
+    return error
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -191,12 +191,15 @@ def publish_weights(
     Invariants: beside the source, one piece of one tensor is in memory; each is packed, proven and hashed once.
     """
     source = tensors if isinstance(tensors, WeightSource) else packed_source(config, tensors)
-    root.mkdir(parents=True, exist_ok=True)
     target = version_directory(root, policy_version)
-    _remove(list(root.glob(".v*.removed")))
-    # Before anything is written, so that there are never three.
-    _remove(sorted(path for path in root.glob("v*") if path.name < target.name)[:-1])
-    _remove([target] if target.exists() else [])
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove(list(root.glob(".v*.removed")))
+        # Before anything is written, so that there are never three.
+        _remove(sorted(path for path in root.glob("v*") if path.name < target.name)[:-1])
+        _remove([target] if target.exists() else [])
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}. Check the disk; nothing was published.") from error
     specs = [with_format(spec, source.formats[spec.name]) for spec in param_specs(config)]
     groups = [stored_form(part) for spec in specs for part in unstacked(spec)]
     with CheckpointWriter(target, groups, max_shard_bytes=max_shard_bytes) as writer:

@@ -6,6 +6,7 @@ The verbs' work is played by modules made here; the real ones have their own tes
 import errno
 import fcntl
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -262,12 +263,21 @@ def test_answering_imports_neither_torch_nor_ray(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_full_disk_is_told_without_traceback(
-    calls: list[FakeRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "Make room there"),
+        (errno.EDQUOT, "Make room there"),
+        (errno.EROFS, "Let this user write there"),
+        (errno.EACCES, "Let this user write there"),
+    ],
+)
+def test_a_disk_that_refuses_is_told_without_traceback_and_with_the_way_out(
+    number: int, way_out: str, calls: list[FakeRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(config: FakeRun) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "out/file")
+    def refuse(config: FakeRun) -> int:
+        raise OSError(number, os.strerror(number), "out/file")
 
-    monkeypatch.setattr(sys.modules["fake_work"], "main", full)
+    monkeypatch.setattr(sys.modules["fake_work"], "main", refuse)
     assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 2
-    assert "error: [Errno 28] No space left on device: 'out/file'" in capsys.readouterr().err
+    assert f"error: [Errno {number}] {os.strerror(number)}: 'out/file'. {way_out}" in capsys.readouterr().err

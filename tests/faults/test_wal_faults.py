@@ -179,6 +179,22 @@ def test_a_full_disk_ends_the_writer_and_says_what_to_do(tmp_path: Path) -> None
     assert_goes_on(tmp_path / "log", outcome.published)
 
 
+@pytest.mark.parametrize("fault", ["fsync:when=1", "fsync:when=2", "fsync:when=3", "rename:when=1", "link:when=1"])
+def test_a_log_that_cannot_be_opened_says_what_to_do_and_opens_afterwards(tmp_path: Path, fault: str) -> None:
+    published = run(tmp_path / "log", 5).published
+    call, when = fault.split(":")
+    outcome = run(tmp_path / "log", 5, f"{call}:error=ENOSPC:{when}")
+    assert sum("(INJECTED)" in line for line in outcome.calls) == 1
+    assert outcome.published == []
+    told = outcome.last.splitlines()[-1]
+    assert re.match(
+        r"\S+WalWriteError: log \S+: .*No space left on device.*; \d+ bytes are free there; it was not", told
+    )
+    assert "Make room" in told
+    assert "rollforward resume RUN_DIR" in told
+    assert_goes_on(tmp_path / "log", published)
+
+
 def test_a_slow_sync_delays_publication_and_nothing_else(tmp_path: Path) -> None:
     outcome = run(tmp_path / "log", 10, "fdatasync:delay_exit=50000")
     assert (outcome.published, outcome.last) == (list(range(10)), "closed")
@@ -197,27 +213,58 @@ def test_killed_inside_the_nth_sync(tmp_path: Path, number: int) -> None:
     assert_goes_on(tmp_path / "log", outcome.published)
 
 
-def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
-    """300 KiB hold neither the zeros of a segment nor all tokens; the log grows until they are used up."""
-    probe = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+def small_file_system(folder: Path, size: str, script: str, *arguments: str) -> list[str]:
+    """What a script says whose first argument lies in a file system of this size, which is mounted for it alone."""
+    probe = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", str(folder)]
     if shutil.which("unshare") is None or subprocess.run(probe, check=False, capture_output=True).returncode:
         pytest.skip("user namespaces with mounts are needed (unshare of Debian package util-linux)")
+    full = folder / "full"
+    full.mkdir()
+    mount = f'mount -t tmpfs -o size={size} none {full} && exec "$@"'
+    isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    command = [*isolated, sys.executable, "-c", script, str(full / "log"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.stdout.splitlines()
+
+
+def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+    """300 KiB hold neither the zeros of a segment nor all tokens; the log grows until they are used up."""
     keep = tmp_path / "kept"
     script = WRITER + f"\nimport shutil\nshutil.copytree(directory, {str(keep)!r})\n"
-    full = tmp_path / "full"
-    full.mkdir()
-    command = [sys.executable, "-c", script, str(full / "log"), "20000", "{}"]
-    mount = f'mount -t tmpfs -o size=300k none {full} && exec "$@"'
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh", *command],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    lines = done.stdout.splitlines()
+    lines = small_file_system(tmp_path, "300k", script, "20000", "{}")
     published = [int(line) for line in lines if line.isdigit()]
     assert_failed(Outcome(published, lines[-1], [], 0), "No space left on device")
     assert " 0 bytes are free there" in lines[-1]
     assert len(published) > 1000
     assert_goes_on(keep, published)
+
+
+def test_a_file_system_that_is_full_at_a_restart(tmp_path: Path) -> None:
+    script = (
+        WRITER
+        + """
+with open(directory.parent / "ballast", "wb", buffering=0) as ballast:
+    try:
+        while ballast.write(bytes(1024)):
+            pass
+    except OSError:
+        pass
+def open_again():
+    return open_log(directory, stream="engine-0", config=msgspec.json.decode(settings, type=WalConfig))
+try:
+    open_again()
+except WalWriteError as error:
+    print(f"refused {error}")
+(directory.parent / "ballast").unlink()
+writer, log = open_again()
+print(log.requests[identity].token_ids.tolist(), log.problems)
+writer.close()
+"""
+    )
+    lines = small_file_system(tmp_path, "300k", script, "4", "{}")
+    assert lines[:5] == ["0", "1", "2", "3", "closed"]
+    assert re.match(
+        r"refused log .*/full/log/EPOCH.*No space left on device.*; 0 bytes are free there; it was", lines[5]
+    )
+    assert "Make room" in lines[5]
+    assert lines[6:] == ["[0, 1, 2, 3] ()"]

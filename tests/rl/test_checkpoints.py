@@ -4,6 +4,8 @@ does not read back as it was written never becomes one; a token log that lost re
 That real kills leave the checkpoint before is in tests/faults/test_learner_crash.py.
 """
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -52,9 +54,9 @@ def test_a_write_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
 
     def fail(directory: Path) -> None:
         (directory / "data").write_text("half")
-        raise OSError("the disk is full")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*No space left.*Make room.*before"):
         save_checkpoint(tmp_path, _state(2), fail, keep=3)
     found = latest_checkpoint(tmp_path)
     assert found is not None
