@@ -258,17 +258,18 @@ def test_two_hundred_kills(home: Home, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_sixty_kills_of_the_sandbox_actor(tmp_path: Path) -> None:
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("kills", [200])
+def test_kills_of_the_sandbox_actor(tmp_path: Path, kills: int) -> None:
     """Ray's own process between a session and its supervisor, killed while trajectories go on in this one."""
     run_dir = tmp_path / "run"
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
     try:
-        kills = asyncio.run(_kill_actors(run_dir, kills=60))
+        num_killed = asyncio.run(_kill_actors(run_dir, kills=kills))
     finally:
         ray.shutdown()
         end(Home.of(supervisor_id(str(run_dir), 0, [])), signal.SIGTERM)
-    assert kills >= 60
+    assert num_killed >= kills
 
 
 async def _kill_actors(run_dir: Path, *, kills: int) -> int:
@@ -289,7 +290,7 @@ async def _kill_actors(run_dir: Path, *, kills: int) -> int:
     async with SandboxClient([transport], CONFIG, owner="actors") as client:
         killing = asyncio.create_task(kill())
         begun_s = time.monotonic()
-        while tally["kills"] < kills and time.monotonic() - begun_s < 600:
+        while tally["kills"] < kills and time.monotonic() - begun_s < 2000:
             number += 1
             plan = plan_of(rng, num_commands=8)
             session = await Session.open(
