@@ -37,11 +37,11 @@ HAND: Final = 16
 STANDSTILL_S: Final = 20.0
 MIX: Final = {"container": 700, "function": 150, "microvm": 120, "fullvm": 30}
 VICTIMS: Final = {
-    ("owner",): 0.4,
+    ("owner",): 0.5,
     ("inside",): 0.2,
-    ("supervisor",): 0.14,
+    ("supervisor",): 0.1,
     ("guard",): 0.08,
-    ("guard", "supervisor"): 0.18,
+    ("guard", "supervisor"): 0.12,
 }
 KEPT_SUPERVISOR: Final = {("owner",): 0.7, ("inside",): 0.3}
 
@@ -69,8 +69,10 @@ class Soak:
         while missing := wanted - self.made:
             while len(self._owners) < self._num_owners:
                 self._start(missing)
-            await self._pace()
+            is_still = not await self._pace()
             (names,) = self._chance.choices(list(victims), list(victims.values()))
+            # Where nobody goes on they wait for room, which is given when an owner goes; others may be slow just now.
+            names = ("owner",) if is_still else names
             self._strike(names)
             for owner in tuple(self._done):
                 self._kill(owner)
@@ -103,13 +105,19 @@ class Soak:
                     case [kind, _]:
                         self.made[kind] += 1
 
-    async def _pace(self) -> None:
-        """Until a few more were made, and a moment longer: whoever is making the next is at any point of that."""
-        enough = self.made.total() + self._chance.randint(1, 10)
+    async def _pace(self) -> bool:
+        """Wait until a few more were made, and a moment longer: whoever is making the next is at any point of that.
+
+        Returns:
+            False where none were.
+        """
+        before = self.made.total()
+        enough = before + self._chance.randint(1, 10)
         end_s = time.monotonic() + STANDSTILL_S
         while self.made.total() < enough and len(self._done) < len(self._owners) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
         await asyncio.sleep(self._chance.uniform(0.0, 0.3))
+        return self.made.total() > before
 
     def _strike(self, names: Sequence[str]) -> None:
         if names == ("owner",):
