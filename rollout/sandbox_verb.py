@@ -190,6 +190,11 @@ def _beginning(view: LogView, path: Path) -> bytes:
     if record is None:
         return b""
     place = path.parent / (PREPARED_NAME if record.is_shared else f"{SNAPSHOTS_NAME}/{view.trajectory}")
+    if record.data.data is None and not place.is_dir():
+        raise UsageError(
+            f"{view.trajectory} began with a state that was let go after a checkpoint, so that its commands cannot be"
+            " done again. In a run to come keep more of them with sandbox.container.keep_log_bytes."
+        )
     return BlobStore(place, sync=False).get(record.data)
 
 

@@ -388,3 +388,28 @@ def test_command_logs_of_covered_steps_go_the_oldest_first(tmp_path: Path) -> No
     retire_commands(tmp_path, 3, keep_bytes=0)
     assert left() == {"step_000003", "eval_000003"}
     assert retire_commands(tmp_path / "nothing", 3, keep_bytes=0) == 0
+
+
+def test_states_that_completions_began_with_cost_no_log(tmp_path: Path) -> None:
+    """One state is larger than all logs: the logs stay, and of states the newest that fit for themselves."""
+    commands = tmp_path / "commands"
+    for step in range(4):
+        prepared = commands / f"step_{step:06d}" / "prepared"
+        prepared.mkdir(parents=True)
+        (prepared / "state").write_bytes(bytes(600_000))
+        (prepared.parent / "one.log").write_bytes(bytes(1000))
+
+    def left(name: str) -> list[int]:
+        return [step for step in range(4) if (commands / f"step_{step:06d}" / name).exists()]
+
+    assert retire_commands(tmp_path, 3, keep_bytes=2_400_000) == 0
+    assert retire_commands(tmp_path, 3, keep_bytes=1_300_000) == 1_200_000
+    assert (left("one.log"), left("prepared")) == ([0, 1, 2, 3], [2, 3])
+    # Not even where the states of steps that no checkpoint covers are more than that.
+    assert retire_commands(tmp_path, 2, keep_bytes=100_000) == 0
+    assert (left("one.log"), left("prepared")) == ([0, 1, 2, 3], [2, 3])
+    # A log that goes takes its state along.
+    logs = sum(path.lstat().st_size for path in commands.glob("*/one.log"))
+    assert logs == 4000
+    retire_commands(tmp_path, 3, keep_bytes=0)
+    assert (left("one.log"), left("prepared")) == ([3], [3])
