@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -35,6 +36,17 @@ def fingerprints(config: ModelConfig, packed: Mapping[str, PackedTensor]) -> dic
         spec.name: value_fingerprint(with_format(spec, packed[spec.name].format), unpack_published(packed[spec.name]))
         for spec in param_specs(config)
     }
+
+
+def flip_bit(packed: Mapping[str, PackedTensor], name: str) -> dict[str, PackedTensor]:
+    """The same bytes but for one bit of one tensor's payload, one that changes values that are used."""
+    tensor = packed[name]
+    data = tensor.data.clone()
+    raw = data.view(torch.uint8).view(-1)
+    element_bytes, bit = {"bf16": (2, 0x40), "fp32": (4, 1 << 31), "fp8": (1, 0x20), "mxfp4": (1, 0x04)}[tensor.format]
+    start = raw.numel() // element_bytes // 2 * element_bytes
+    raw[start + (bit.bit_length() - 1) // 8] ^= bit >> (bit.bit_length() - 1) // 8 * 8
+    return {**packed, name: msgspec.structs.replace(tensor, data=data)}
 
 
 def open_engine(

@@ -1,5 +1,6 @@
 """Proves promise P3 with the tile forms on a GPU: the log-probs that an engine logs are those of the training forward,
-bit for bit, whatever was batched, cut or cached, and at every temperature; in a reference form of either they are not.
+bit for bit, whatever was batched, cut or cached, and at every temperature; in a reference form of either they are not,
+nor after one bit of a weight of the engine, or of what it logged, was flipped.
 
 The training forward is `target_logprobs` with autograd, which the trainer calls; the trainer's sums and optimizer are
 the CPU's business and need DeepSpeed.
@@ -19,11 +20,12 @@ from rollforward.kernels.loss import vocab_sweep
 from rollforward.kernels.mhc import mix_sweep
 from rollforward.model.backends import choose_kernels
 from rollforward.model.config import ModelConfig, preset
+from rollforward.model.precision import PackedTensor, unpack_published
 from rollforward.model.scoring import ScoringBatch, target_logprobs
 from rollforward.model.transformer import Transformer
 from rollforward.model.weights import build_weights, published_tensors
 from rollforward.rollout.types import Completion, Request, SamplingParams
-from tests.helpers.replicas import make_requests, open_engine, packed_params
+from tests.helpers.replicas import flip_bit, make_requests, open_engine, packed_params
 from tests.helpers.tiny import random_params
 
 pytestmark = [
@@ -126,7 +128,12 @@ def test_training_log_probs_are_the_engines(tmp_path: Path) -> None:
     assert any(ours.tobytes() != one.behavior_logprobs.tobytes() for (_, one), ours in zip(pairs, other, strict=True))
     # The fixed prompt, scored alone: what a replica's acknowledgement is compared with.
     choose_kernels(TILE, "a test")
-    weights = build_weights(CONFIG, published_tensors(CONFIG, random_params(CONFIG)))
+    assert scored.tobytes() == _scored_alone(packed_params(CONFIG), token_ids).tobytes()
+
+
+def _scored_alone(packed: dict[str, PackedTensor], token_ids: list[int]) -> np.ndarray:
+    """Log-probs of all tokens but the first under published bytes, by the forward that the trainer has."""
+    weights = build_weights(CONFIG, {name: unpack_published(one) for name, one in packed.items()})
     token_T = torch.tensor(token_ids)
     mask_T = torch.ones(len(token_ids), dtype=torch.bool)
     mask_T[-1] = False
@@ -134,4 +141,76 @@ def test_training_log_probs_are_the_engines(tmp_path: Path) -> None:
         token_ids_T=token_T, sequence_lengths=(len(token_ids),), target_ids_T=token_T.roll(-1), scored_mask_T=mask_T
     )
     logprob_T, _ = target_logprobs(Transformer(CONFIG, "native"), weights, batch, temperature=1.0)
-    assert scored.tobytes() == logprob_T[:-1].numpy().tobytes()
+    return logprob_T[:-1].numpy()
+
+
+def _probs_diff_max(pairs: list[tuple[Request, Completion]], trained: list[np.ndarray]) -> float:
+    """The largest difference of a token's probabilities; in double precision, so that none is lost."""
+    differences = [
+        np.abs(np.exp(ours.astype(np.float64)) - np.exp(completion.behavior_logprobs.astype(np.float64))).max()
+        for (_, completion), ours in zip(pairs, trained, strict=True)
+    ]
+    return float(max(differences))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.hc_attn_fn",
+        "layers.1.attn.wkv.weight",
+        "layers.2.hc_ffn_fn",
+        "hc_head_fn",
+        "norm.weight",
+        "head.weight",
+    ],
+)
+def test_one_flipped_bit_of_an_engine_weight_is_seen(tmp_path: Path, name: str) -> None:
+    """In what the tile forms read of it: a projection's two halves, a head that is rounded once."""
+    choose_kernels(TILE, "a test")
+    requests, packed = _requests()[:4], packed_params(CONFIG)
+    engine, log = open_engine(tmp_path / "log", flip_bit(packed, name), model_config=CONFIG)
+    with log:
+        pairs = list(zip(requests, engine.generate(requests), strict=True))
+        assert _probs_diff_max(pairs, _trained(pairs, 8)) > 0.0
+        # The right bytes, written where the flipped ones were.
+        engine.load_weights(2, packed)
+        again = [
+            msgspec.structs.replace(one, id=msgspec.structs.replace(one.id, step=1), policy_version=2)
+            for one in requests
+        ]
+        pairs = list(zip(again, engine.generate(again), strict=True))
+    assert _probs_diff_max(pairs, _trained(pairs, 8)) == 0.0
+
+
+def test_a_bit_that_flips_in_an_engines_memory_is_seen(tmp_path: Path) -> None:
+    """Also in the head, of which the device has kept a copy since the tokens before."""
+    choose_kernels(TILE, "a test")
+    packed = packed_params(CONFIG)
+    token_ids = [int(token) for token in _requests()[-1].prompt_ids]
+    engine, log = open_engine(tmp_path / "log", packed, model_config=CONFIG)
+    with log:
+        expected = engine.score(token_ids)
+        assert expected.tobytes() == _scored_alone(packed, token_ids).tobytes()
+        for name in ("head.weight", "layers.0.hc_attn_fn"):
+            values = engine._forward.values[name].view(torch.int32).view(-1)
+            values[len(values) // 2] ^= 1 << 22
+            assert engine.score(token_ids).tobytes() != expected.tobytes(), name
+            values[len(values) // 2] ^= 1 << 22
+            assert engine.score(token_ids).tobytes() == expected.tobytes(), name
+
+
+def test_one_flipped_bit_of_a_logged_log_prob_is_seen(tmp_path: Path) -> None:
+    choose_kernels(TILE, "a test")
+    engine, log = open_engine(tmp_path / "log", packed_params(CONFIG), model_config=CONFIG)
+    with log:
+        requests = [one for one in _requests() if one.sampling == SAMPLINGS[0]]  # where no token is certain
+        pairs = list(zip(requests, engine.generate(requests), strict=True))
+    trained = _trained(pairs, 8)
+    assert _probs_diff_max(pairs, trained) == 0.0
+    for index, (_, completion) in enumerate(pairs):
+        for position in range(completion.token_ids.size):
+            other = completion.behavior_logprobs.copy()
+            other.view(np.int32)[position] ^= 1
+            flipped = list(pairs)
+            flipped[index] = (pairs[index][0], msgspec.structs.replace(completion, behavior_logprobs=other))
+            assert _probs_diff_max(flipped, trained) > 0.0

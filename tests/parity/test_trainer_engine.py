@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollforward.model.precision import PackedTensor
 from rollforward.model.scoring import ScoringBatch
 from rollforward.model.train_config import AdamW
 from rollforward.model.trainer import LossPart, Trainer
@@ -32,7 +31,7 @@ from rollforward.rollout.weights import (
     version_directory,
 )
 from tests.helpers.ranks import join_alone
-from tests.helpers.replicas import PROCESS, fingerprints, make_requests, open_engine
+from tests.helpers.replicas import PROCESS, fingerprints, flip_bit, make_requests, open_engine
 from tests.helpers.tiny import random_params, tiny_config
 
 LENGTHS = [1, 5, 17, 33, 66]
@@ -111,22 +110,11 @@ def test_training_log_probs_are_the_engines_over_several_versions(
                 assert scored[str(request.id)].tobytes() == completion.behavior_logprobs.tobytes(), str(request.id)
 
 
-def _flip(packed: dict[str, PackedTensor], name: str) -> dict[str, PackedTensor]:
-    """The same bytes but for one bit of one tensor's payload, one that changes values that are used."""
-    tensor = packed[name]
-    data = tensor.data.clone()
-    raw = data.view(torch.uint8).view(-1)
-    element_bytes, bit = {"bf16": (2, 0x40), "fp32": (4, 1 << 31), "fp8": (1, 0x20), "mxfp4": (1, 0x04)}[tensor.format]
-    start = raw.numel() // element_bytes // 2 * element_bytes
-    raw[start + (bit.bit_length() - 1) // 8] ^= bit >> (bit.bit_length() - 1) // 8 * 8
-    return {**packed, name: msgspec.structs.replace(tensor, data=data)}
-
-
 @pytest.mark.parametrize("name", FLIPPED)
 def test_one_flipped_bit_of_an_engine_weight_is_seen_and_named(trainer: Trainer, tmp_path: Path, name: str) -> None:
     config = tiny_config()
     manifest = publish_weights(tmp_path / "weights", 1, config, trainer.published())
-    flipped = _flip(trainer.published(), name)
+    flipped = flip_bit(trainer.published(), name)
     ack = WeightsAck(replica="engine-0", policy_version=1, tensors=fingerprints(config, flipped))
     with pytest.raises(WeightsError, match=rf"engine-0 does not hold the published {name} \(version 1\)"):
         check_acknowledgement(manifest, ack)
