@@ -156,6 +156,7 @@ def _file_system(more: Sequence[str]) -> Iterator[str]:
             yield from ("--symlink", os.readlink(name), name)
         elif os.path.isdir(name):
             yield from ("--ro-bind", name, name)
+    yield from _directories(Path(f"{_PATH}/rollforward/sandbox"))
     yield from ("--ro-bind", str(PROGRAMS), f"{_PATH}/rollforward/sandbox/inside")
     yield from _directories(Path("/etc"))
     yield from ("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache")

@@ -27,8 +27,8 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A longer answer loses its middle."""
 
 
-KeptSubstrate = Literal["container", "microvm", "fullvm"]
-"""What isolates a sandbox that lasts (`substrate.py`)."""
+KeptSubstrate = Literal["container", "gvisor", "microvm", "fullvm"]
+"""What isolates a sandbox that lasts (`substrate.py`); `gvisor` is a container with isolation=gvisor."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +113,8 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """So many infra failures in a row and a supervisor gets no new sandboxes for `break_s` seconds."""
     break_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 30.0
     """Seconds after which it is tried again."""
+    runsc: str = ""
+    """Path of gVisor's program, for tasks with `isolation: gvisor`. Empty: the `runsc` on PATH."""
     trusted_code: bool = False
     """Whether what runs in the sandboxes means no harm. false: a machine that cannot enforce every limit is an error at
     the start. true: it is said what is not enforced, and the run goes on.

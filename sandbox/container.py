@@ -26,7 +26,7 @@ import asyncio
 import functools
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -56,6 +56,9 @@ class ContainerSubstrate:
         hierarchies: control groups to use; None: those that there are.
     """
 
+    first_user = FIRST_USER
+    """See `WarmTemplate`; of another substrate another, so that no two sandboxes are one user."""
+
     def __init__(
         self,
         images: Images,
@@ -69,7 +72,7 @@ class ContainerSubstrate:
         if not 0 < max_sandboxes < USERS:
             raise ValueError(f"max_sandboxes is {max_sandboxes}; it must be 1 to {USERS - 1}")
         self._hierarchies = cgroups.find() if hierarchies is None else hierarchies
-        self._users = list(range(FIRST_USER + max_sandboxes, FIRST_USER, -1))
+        self._users = list(range(self.first_user + max_sandboxes, self.first_user, -1))
         self._template: WarmTemplate | None = None
         self._starting = asyncio.Lock()
         self._containers: dict[str, Container] = {}
@@ -101,9 +104,7 @@ class ContainerSubstrate:
         template = await self._warm()
         uid = self._users.pop()
         try:
-            container = Container(
-                sandbox_id, spec, self._hierarchies, self._label, functools.partial(self._forget, uid)
-            )
+            container = self.new(sandbox_id, spec, self._hierarchies, self._label, functools.partial(self._forget, uid))
         except BaseException:
             self._users.append(uid)
             raise
@@ -114,6 +115,14 @@ class ContainerSubstrate:
             await container.kill()
             raise
         return container
+
+    def new(self, *arguments: Any) -> "Container":
+        """A container that nothing runs of yet; arguments are its own."""
+        return Container(*arguments)
+
+    def shown(self) -> Sequence[str]:
+        """Options of bubblewrap for what its template must see besides."""
+        return ()
 
     def left(self, sandbox_id: str) -> "Container | None":
         """See `Substrate`."""
@@ -140,7 +149,7 @@ class ContainerSubstrate:
                 self._template.close()
                 self._template = None
             if self._template is None:
-                template = WarmTemplate(self._images)
+                template = WarmTemplate(self._images, first_user=self.first_user, more=self.shown())
                 try:
                     await template.wait()
                 except BaseException:
@@ -157,15 +166,22 @@ class ContainerSubstrate:
 class Container(Instance):
     """One container. Made by `ContainerSubstrate.create`."""
 
+    pace = 1
+    """How many times as long as on the host things take in it."""
+
     def __init__(
         self, sandbox_id: str, spec: SandboxSpec, hierarchies: cgroups.Hierarchies, label: str, forget: Any
     ) -> None:
         """Nothing runs yet; see `start`."""
-        limits = spec.limits
-        memory_bytes, processes = limits.memory_bytes + limits.disk_bytes, limits.processes + SPARE_PROCESSES
+        memory_bytes, processes = self.size(spec)
         make_group = functools.partial(cgroups.Group, hierarchies, label, sandbox_id, memory_bytes, processes)
         super().__init__(sandbox_id, spec, make_group, forget)
         self._is_memory_limited = hierarchies.memory is not None
+
+    def size(self, spec: SandboxSpec) -> tuple[int, int]:
+        """Bytes and processes that its control group may have."""
+        limits = spec.limits
+        return limits.memory_bytes + limits.disk_bytes, limits.processes + SPARE_PROCESSES
 
     async def start(
         self, template: WarmTemplate, request: Mapping[str, Any], codes: list[bytes], snapshot: bytes
@@ -173,25 +189,34 @@ class Container(Instance):
         """Fork it and wait until it is up. Called once, by the substrate."""
         limits = self.spec.limits
         ours, inside = socket.socketpair()
-        given: list[int] = []
+        given = [inside.detach()]
         try:
-            with inside:
-                if snapshot:
-                    given.append(_as_file(snapshot))
-                given += self._group.open_procs()
-                asked = {"disk_bytes": limits.disk_bytes, "files": limits.files, "has_snapshot": bool(snapshot)}
-                self._watch(await template.make({**request, **asked}, [inside.fileno(), *given]))
+            more = self.attach(given)
+            if snapshot:
+                given.append(_as_file(snapshot))
+            given += self._group.open_procs()
+            asked = {"disk_bytes": limits.disk_bytes, "files": limits.files, "has_snapshot": bool(snapshot)}
+            self._watch(await template.make({**request, **asked, **more}, given))
         except BaseException:
             ours.close()
             raise
         finally:
             for descriptor in given:
                 os.close(descriptor)
-        told = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited}
+        told = {**msgspec.to_builtins(limits), "is_group_limited": self._is_memory_limited, "pace": self.pace}
         try:
             await self._greet(ours, [({"limits": told, "tools": list(self._tools)}, codes)], _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError):
-            raise SandboxUnavailableError(f"sandbox: a container did not come up: {template.said()}") from None
+            said = self.said(template)
+            raise SandboxUnavailableError(f"sandbox: a container did not come up: {said}") from None
+
+    def attach(self, given: list[int]) -> Mapping[str, Any]:
+        """Add what it is handed besides; what is asked of the template besides."""
+        return {}
+
+    def said(self, template: WarmTemplate) -> str:
+        """What it has said last, where it did not come up."""
+        return template.said()
 
     async def is_fresh(self) -> bool:
         """See `Instance`."""

@@ -127,7 +127,7 @@ class Images:
                 f"sandbox: the snapshot lies on image {snapshot.image}, and {spec.image} is {self.digest(spec.image)}"
                 " here; a sandbox begins with a snapshot of its own image alone. Have the same layers there"
             )
-        if snapshot.kind is SnapshotKind.MACHINE and spec.substrate == "container":
+        if snapshot.kind is SnapshotKind.MACHINE and spec.substrate in ("container", "gvisor"):
             raise SandboxFileError("sandbox: the snapshot is one of a machine, and a container begins with files alone")
 
     def report(self) -> str:

@@ -291,7 +291,7 @@ class Instance:
 
     async def _answer(self, head: frames.Head, *blobs: bytes, within_s: float, parts: Parts | None = None) -> Answer:
         """Ask, and end a sandbox whose agent does not answer in time."""
-        asking = asyncio.create_task(self._asked().ask(head, *blobs, parts=parts))
+        asking = asyncio.create_task(self._asked(head["op"]).ask(head, *blobs, parts=parts))
         try:
             done, _ = await asyncio.wait([asking], timeout=within_s)
             if not done:
@@ -318,9 +318,10 @@ class Instance:
     def _hear_ooms(self, head: frames.Head) -> None:
         """Take in what an answer says of such."""
 
-    def _asked(self) -> AgentLink:
+    def _asked(self, operation: str = "") -> AgentLink:
+        """Who is asked for that."""
         if self.died.done() or self._link is None:
-            raise _gone(self.id, self.died.result() if self.died.done() else GoneCause.LOST)
+            raise gone_error(self.id, self.died.result() if self.died.done() else GoneCause.LOST)
         return self._link
 
     async def _files(self, head: frames.Head, *blobs: bytes, parts: Parts | None = None) -> dict[int, bytearray]:
@@ -331,7 +332,7 @@ class Instance:
         try:
             said = refusal(answer)
         except NonsenseError:
-            raise _gone(self.id, await self._lose()) from None
+            raise gone_error(self.id, await self._lose()) from None
         if said:
             raise SandboxFileError(f"sandbox {self.id}: {said}")
         return parts.found
@@ -357,7 +358,7 @@ class Instance:
             cause = GoneCause.OOM if self._oom_kills() > self._ooms else GoneCause.LOST
         self.died.set_result(cause)
         if self._link is not None:
-            self._link.end(_gone(self.id, cause))
+            self._link.end(gone_error(self.id, cause))
         if self._killing is not None and self._killing.done():
             self._finish()  # too late for who killed it
 
@@ -387,7 +388,8 @@ class Instance:
         return self._is_gone
 
 
-def _gone(sandbox_id: str, cause: GoneCause) -> SandboxGoneError:
+def gone_error(sandbox_id: str, cause: GoneCause) -> SandboxGoneError:
+    """What whoever asks a sandbox is told that is gone."""
     return SandboxGoneError(f"sandbox {sandbox_id} is gone: {cause.value}; make a new one", cause)
 
 

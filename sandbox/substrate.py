@@ -2,6 +2,7 @@
 
     substrate       isolates by                                                      module
     container       namespaces, seccomp, control groups; the kernel is the host's    container.py
+    gvisor          a kernel of its own that is a process, in a container            gvisor.py
     microvm         a virtual machine of few devices, forked from a booted one       microvm.py
     fullvm          a virtual machine like a PC, with a disk of its own              fullvm.py
 

@@ -35,6 +35,7 @@ from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.container import ContainerSubstrate
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, SandboxGoneError
 from rollforward.sandbox.fullvm import FullVmSubstrate
+from rollforward.sandbox.gvisor import GVisorSubstrate
 from rollforward.sandbox.homes import Claim, Home, sweep_home, sweep_homes
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.microvm import MicroVmSubstrate
@@ -70,7 +71,12 @@ class Service:
         self._tools = ToolFiles(self._home.tools)
         self._images = Images(config.images, config.layers)
         named = {"label": self._home.name, "max_sandboxes": _MOST}
-        makers = {"container": ContainerSubstrate, "microvm": MicroVmSubstrate, "fullvm": FullVmSubstrate}
+        makers = {
+            "container": ContainerSubstrate,
+            "gvisor": partial(GVisorSubstrate, runsc=config.runsc),
+            "microvm": MicroVmSubstrate,
+            "fullvm": FullVmSubstrate,
+        }
         self._substrate = Substrates({name: partial(make, self._images, **named) for name, make in makers.items()})
         self._pool = Pool(self._substrate, self._home.book, config)
         self._is_ending = asyncio.Event()

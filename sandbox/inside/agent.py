@@ -300,7 +300,11 @@ class Agent:
         """Why this container is not as good as new, or nothing."""
         if self._running:
             return f"{len(self._running)} commands run"
-        return files.first_change(self._upper, {os.getpid()} | ({self._spare.pid} if self._spare else set()))
+        return self.change({os.getpid()} | ({self._spare.pid} if self._spare else set()))
+
+    def change(self, own: set[int]) -> str:
+        """What differs from a fresh container where nothing runs, or nothing; `own` are processes that are its own."""
+        return files.first_change(self._upper, own)
 
     def _start(self, request: frames.Head, blob: bytes) -> None:
         """Give a process a command (the blob is its standard input) or a call (it is the call)."""

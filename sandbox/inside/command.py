@@ -116,13 +116,17 @@ class Room:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                pid, pidfd = system.fork(system.NEWPID | system.NEWNS)
+                pid, pidfd = self.fork()
             except OSError:
                 ours.close()
                 raise
             if pid == 0:
                 self._run(theirs.fileno())
         return Process(pid, pidfd, ours.detach())
+
+    def fork(self) -> tuple[int, int]:
+        """Fork a process that is first in its own PID namespace: `system.fork`."""
+        return system.fork(system.NEWPID | system.NEWNS)
 
     def _run(self, channel: int) -> None:
         """All that the process does. Never returns."""
@@ -180,10 +184,11 @@ class Room:
             file.write(b"1000")  # before the agent; and nobody takes it back
         system.mount("", "/proc", flags=proc | system.MS_REMOUNT | system.MS_BIND | system.MS_RDONLY)
 
-    def _limit(self) -> None:
+    def bounds(self) -> dict[int, tuple[int, int]]:
+        """What a process may use up, by the name of a limit: soft and hard."""
         limits = self.limits
         seconds = math.ceil(limits["cpu_s"])
-        values = {
+        values: dict[int, tuple[int, int]] = {
             resource.RLIMIT_CPU: (seconds, seconds + 1),
             resource.RLIMIT_FSIZE: (limits["disk_bytes"],) * 2,
             resource.RLIMIT_NOFILE: (1024, 1024),
@@ -195,7 +200,10 @@ class Room:
         }
         if not limits["is_group_limited"]:
             values[resource.RLIMIT_AS] = (limits["memory_bytes"],) * 2
-        for name, (soft, hard) in values.items():
+        return values
+
+    def _limit(self) -> None:
+        for name, (soft, hard) in self.bounds().items():
             most = resource.getrlimit(name)[1]
             if most != resource.RLIM_INFINITY:
                 soft, hard = min(soft, most), min(hard, most)

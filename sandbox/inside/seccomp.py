@@ -13,13 +13,13 @@ Step = tuple[int, int, int, int]
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_ARGUMENTS = 0, 4, 16
-_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF_0000, 0x8000_0000, 0x0005_0001, 0x0005_0026
+_ALLOW, _KILL, _EPERM, _ENOSYS, _ENOTSUP = 0x7FFF_0000, 0x8000_0000, 0x0005_0001, 0x0005_0026, 0x0005_005F
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _CLONE_ANY_NAMESPACE = 0x7E02_0000
 
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
 _CLONE, _CLONE3, _PRLIMIT64, _SOCKET, _SETRLIMIT, _IOCTL = (56, 220), 435, (302, 261), (41, 198), (160, 164), (16, 29)
-_SOCKETPAIR = (53, 199)
+_SOCKETPAIR, _LGETXATTR = (53, 199), (192, 9)
 _FAMILIES: Final = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6: those that a network namespace shuts in and whose memory counts to who holds it, which
 that of AF_NETLINK does not."""
@@ -80,9 +80,9 @@ class _Program(ctypes.Structure):
 class Filter:
     """A filter that is ready to be installed."""
 
-    def __init__(self, *, sockets: bool, own_limits: bool) -> None:
+    def __init__(self, *, sockets: bool, own_limits: bool, link_attributes: bool = True) -> None:
         """See `steps`."""
-        table = steps(sockets=sockets, own_limits=own_limits)
+        table = steps(sockets=sockets, own_limits=own_limits, link_attributes=link_attributes)
         self._program = _Program(len(table), (_Filter * len(table))(*table))
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -93,13 +93,15 @@ class Filter:
             raise OSError(number, f"installing seccomp: {os.strerror(number)}")
 
 
-def steps(*, sockets: bool, own_limits: bool) -> list[Step]:
+def steps(*, sockets: bool, own_limits: bool, link_attributes: bool = True) -> list[Step]:
     """The filter.
 
     Args:
         sockets: whether there may be sockets of the families that a network namespace shuts in; others never.
         own_limits: whether a process may change its own limits. Where the process must not look as if the machine had
             killed it, it may not: a limit of computing time kills as the machine does. Another's never.
+        link_attributes: whether the kernel can be asked for attributes of a link; else the answer is that there is no
+            such thing.
 
     Raises:
         OSError: this architecture has no table of system calls here.
@@ -121,6 +123,7 @@ def steps(*, sockets: bool, own_limits: bool) -> list[Step]:
         (_JUMP_EQUAL, 0, 1, _CLONE3),  # its flags lie in memory; glibc goes on with clone
         (_RETURN, 0, 0, _ENOSYS),
         *(step for number in denied for step in ((_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM))),
+        *([] if link_attributes else _when(_LGETXATTR[column], [(_RETURN, 0, 0, _ENOTSUP)])),
         *_when(_SOCKET[column], _one_of(0, _FAMILIES if sockets else ())),
         *_when(_SOCKETPAIR[column], _one_of(0, _FAMILIES[:1])),
         *(step for numbers, who in _OF_ONESELF for step in _when(numbers[column], _one_of(who, (0,)))),

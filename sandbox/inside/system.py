@@ -5,6 +5,7 @@ numbers of system calls without a name here are the same on x86_64 and aarch64.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import signal
@@ -74,14 +75,15 @@ def check(result: int, what: str) -> int:
     return result
 
 
-def fork(namespaces: int) -> tuple[int, int]:
+def fork(namespaces: int, *, has_pidfd: bool = True) -> tuple[int, int]:
     """Like os.fork, with the child in new namespaces, as one system call.
 
     Args:
         namespaces: NEWNS and its like, added; with NEWPID the child is PID 1.
+        has_pidfd: whether a pidfd is asked for, which not every kernel has.
 
     Returns:
-        The child's pid and a pidfd of it; (0, -1) in the child.
+        The child's pid and a pidfd of it, or -1; (0, -1) in the child.
 
     Raises:
         OSError: there is no room, or no right to do so.
@@ -89,7 +91,7 @@ def fork(namespaces: int) -> tuple[int, int]:
     Invariants: only for processes of one thread. No handler of os.register_at_fork is skipped.
     """
     pidfd = ctypes.c_int(-1)
-    flags = namespaces | _CLONE_PIDFD | signal.SIGCHLD
+    flags = namespaces | (_CLONE_PIDFD if has_pidfd else 0) | signal.SIGCHLD
     _LOCKED.PyOS_BeforeFork()
     number = ctypes.c_long(_CLONE[platform.machine()])
     zero = ctypes.c_long(0)
@@ -132,7 +134,9 @@ def keep_capabilities(mask: int) -> None:
     header, data = _CapHeader(_CAPABILITY_VERSION_3, 0), (_CapData * 2)()
     data[0].effective = data[0].permitted = mask & 0xFFFF_FFFF
     data[1].effective = data[1].permitted = mask >> 32
-    check(_LIBC.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "clearing ambient capabilities")
+    cleared = _LIBC.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    if cleared == 0 or ctypes.get_errno() != errno.EINVAL:  # else this kernel has no such capabilities
+        check(cleared, "clearing ambient capabilities")
     check(_LIBC.capset(ctypes.byref(header), data), "giving up capabilities")
 
 

@@ -5,7 +5,7 @@ Standard input is a SOCK_SEQPACKET socket to the host; a message is JSON with de
     host -> here    {"image": [directories, the highest first], "binds", "uid", "disk_bytes", "files", "has_snapshot"};
                     the container's end of its control socket, the snapshot's file if it has one, then files to write
                     "0" into, which put the writer into its cgroups;
-                    or what `emulator.py` says
+                    or what `emulator.py` or `gvisor.py` says
     here -> host    {"error": text or ""}, and where there is none a pidfd of the container's first process
 
 Answers come in the order of the questions. This process holds CAP_SYS_ADMIN in its user namespace (as the host's root
@@ -25,12 +25,13 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, emulator, root, system
+from rollforward.sandbox.inside import agent, emulator, gvisor, root, system
 
 _HOST: Final = 0
 _NAMESPACES: Final = system.NEWUSER | system.NEWPID | system.NEWNS | system.NEWNET | system.NEWIPC | system.NEWUTS
 _MAX_MESSAGE: Final = 1 << 16
-_MAX_DESCRIPTORS: Final = 16
+_MAX_DESCRIPTORS: Final = 64
+"""A full VM of the most disks has three sockets, 28 files, and its control groups."""
 PRELOADED: Final = (
     *("ast", "base64", "bisect", "codecs", "collections", "contextlib", "copy", "ctypes", "datetime", "errno", "fcntl"),
     *("fnmatch", "functools", "glob", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "pathlib"),
@@ -109,7 +110,7 @@ def make(request: dict[str, Any], descriptors: list[int], *, is_many: bool) -> t
             os.close(go)
             if os.read(ready, 1):
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                (emulator if "program" in request else agent).main(request, descriptors)
+                _program_of(request).main(request, descriptors)
                 status = 0
         except Exception:  # noqa: BLE001, for whoever reads what the template has said
             traceback.print_exc()
@@ -127,6 +128,13 @@ def make(request: dict[str, Any], descriptors: list[int], *, is_many: bool) -> t
     finally:
         os.close(go)
     return pid, pidfd
+
+
+def _program_of(request: dict[str, Any]) -> Any:
+    """The module that becomes what is asked for."""
+    if "program" in request:
+        return emulator
+    return gvisor if "runsc" in request else agent
 
 
 def _map_users(pid: int, uid: int, is_many: bool) -> None:
