@@ -59,10 +59,15 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     max_calls_per_turn: Annotated[int, msgspec.Meta(ge=1)] = 16
     """Calls that one turn may have. Of a turn with more none is made, and the model is told so."""
-    substrate: Literal["function"] | KeptSubstrate = "function"
+    substrate: Literal["function", "container", "microvm", "fullvm"] = "function"
     """Where tools run. `function`: every call in a process of its own, and nothing is kept between two. `container`: in
     a sandbox that the completion keeps from its first call to its last, files and all (`sandbox.container`). `microvm`
     and `fullvm`: likewise, in a virtual machine with a kernel of its own; what is said of `container` holds for them.
+    """
+    isolation: Literal["namespaces", "gvisor"] = "namespaces"
+    """(`container`, and no other) What stands between commands and this machine's kernel. `namespaces`: what that
+    kernel itself keeps apart. `gvisor`: a kernel of the sandbox's own, which is a process, where gVisor's `runsc` is
+    found (`sandbox.container.runsc`); it takes longer, to begin and for each system call.
     """
     image: str = "host"
     """(`container`) What the sandbox is made of, where a question does not say so itself: `host` or a name of
@@ -105,6 +110,8 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def kept_substrate(self) -> KeptSubstrate:
         """What isolates the sandboxes that its completions keep, and those in which these are judged."""
+        if self.isolation == "gvisor":
+            return "gvisor"
         return "container" if self.substrate == "function" else self.substrate
 
     def _check_substrate(self) -> None:
@@ -112,6 +119,11 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(
                 f"task {self.name}: substrate is {self.substrate}, but the task has no tools, so that nothing could be"
                 " done in its sandbox. Set tools, or leave substrate out"
+            )
+        if self.isolation != "namespaces" and self.substrate != "container":
+            raise ValueError(
+                f"task {self.name}: isolation is {self.isolation}, but substrate is {self.substrate}; it is containers"
+                " that are isolated in more than one way. Set substrate=container, or leave isolation out"
             )
         if not self.keeps_sandbox and self.submission:
             raise ValueError(
@@ -354,7 +366,7 @@ class ErrandsConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     names, and submit it, or twice it. Hidden tests put numbers in.
     """
 
-    substrate: Literal["function"] | KeptSubstrate = "container"
+    substrate: Literal["function", "container", "microvm", "fullvm"] = "container"
     tools: tuple[ToolConfig, ...] = (ToolConfig(name="read_file"), ToolConfig(name="submit"))
     submission: tuple[str, ...] = ("answer.txt",)
     max_submission_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 4096
@@ -442,6 +454,7 @@ class JudgeConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag=
 _LATER_OPTIONS = (
     "max_calls_per_turn",
     "substrate",
+    "isolation",
     "image",
     "submission",
     "max_submission_bytes",
