@@ -57,7 +57,7 @@ def device_of(*operands: Tensor | None) -> torch.device:
         if found is not None and one.device != found:
             raise DeviceError(f"operands lie on {found} and {one.device}; a program runs on one GPU. Move them to one.")
         found = one.device
-    return found or torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if found is None else found
 
 
 def on_device(*operands: Tensor | None, device: torch.device | None = None) -> list[Any]:

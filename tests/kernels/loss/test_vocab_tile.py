@@ -408,7 +408,7 @@ def test_operators_keep_torchs_rules():
     token = tokens(1000, 20, torch.device("cuda"))
     counts, ids = (one.cuda() for one in kept_sets(token.cpu(), 1000))
     leaves = hidden.float().requires_grad_(), head.float().requires_grad_()
-    with_head, without = (*leaves, head), (hidden, head, head)
+    with_head, without = (*leaves, head), (hidden, head, head.clone())
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     for op, arguments in [
         (torch.ops.rollforward.linear_logprob, (*with_head, token, 0.7, counts, ids)),
