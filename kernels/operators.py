@@ -5,13 +5,14 @@ the gradients (`gradients`), so torch.compile takes a function with operators in
 moves operands; an operator takes what lies on the device.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollforward.kernels.errors import DeviceError
+from rollforward.kernels.errors import BackendError, DeviceError
 
 _LIBRARY = torch.library.Library("rollforward", "DEF")
 
@@ -33,15 +34,36 @@ def operator(
         shapes: called with the arguments, tensors without values; returns empty tensors like the results.
         save: called with (ctx, inputs, output) where a gradient may be asked for; keeps in ctx what `gradients` needs.
         gradients: called with ctx and the gradients of the results; returns one for each argument, None where it has
-            none. It calls operators and torch alone. None: the operator has no gradient.
+            none. It calls operators and torch alone, and is not differentiated (`once`). None: the operator has no
+            gradient.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"rollforward::{name}", shapes, lib=_LIBRARY)
     if gradients is not None:
-        torch.library.register_autograd(f"rollforward::{name}", gradients, setup_context=save, lib=_LIBRARY)
+        torch.library.register_autograd(f"rollforward::{name}", once(name, gradients), setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.rollforward, name).default
+
+
+def once(op: str, gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a backward pass refuse gradients that are to be differentiated: programs leave no graph, so torch would take
+    what they give for constants. Its own `once_differentiable` notices that only where what comes in is none.
+
+    Args:
+        op: names it in the error. gradients: called with ctx and the gradients of the results.
+    """
+
+    @functools.wraps(gradients)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise BackendError(
+                f"kernels: {op} runs as tile, which has no gradients of gradients. Leave create_graph out, or use the"
+                " reference."
+            )
+        return gradients(ctx, *grads)
+
+    return run
 
 
 def device_of(*operands: Tensor | None) -> torch.device:

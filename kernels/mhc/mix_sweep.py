@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rollforward.kernels.checks import check_dtype
 from rollforward.kernels.dispatch import Program, bind, program
-from rollforward.kernels.errors import BackendError, DeviceError, ShapeError
+from rollforward.kernels.errors import DeviceError, ShapeError
 from rollforward.kernels.mhc import mix_grad_sweep
 from rollforward.kernels.mhc.mix_site import COMB, HEAD_ITERS, PLACES, POST, STREAMS, Site, halves
+from rollforward.kernels.operators import once
 
 _MODULE = "mhc.mix_tile"
 
@@ -224,20 +225,7 @@ _Settings = tuple[int, float, float]
 """Sinkhorn passes, hc_eps, rms_norm_eps."""
 
 
-def _not_again(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to make gradients that are to be differentiated: the programs leave no graph, and torch's own
-    `once_differentiable` lets a gradient pass as a constant where what comes in is one."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise BackendError(
-                "kernels: mix runs as tile, which has no gradients of gradients. Leave create_graph out, or use the"
-                " reference."
-            )
-        return backward(ctx, *grads)
-
-    return run
+_once = functools.partial(once, "mix")
 
 
 class Enter(torch.autograd.Function):
@@ -264,7 +252,7 @@ class Enter(torch.autograd.Function):
         return into.y, into.weights
 
     @staticmethod
-    @_not_again
+    @_once
     def backward(ctx: Any, dy: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of streams, fn, base, scale and norm."""
         x, fn, base, scale, norm, raw, weights = ctx.saved_tensors
@@ -305,7 +293,7 @@ class Across(torch.autograd.Function):
         return streams.view_as(streams_TMD), into.y, into.weights
 
     @staticmethod
-    @_not_again
+    @_once
     def backward(ctx: Any, grad: Tensor, dy: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of f, streams, post, comb, fn, base, scale and norm."""
         f, x, before, streams, fn, base, scale, norm, raw, weights = ctx.saved_tensors
@@ -348,7 +336,7 @@ class Leave(torch.autograd.Function):
         return streams.view_as(streams_TMD)
 
     @staticmethod
-    @_not_again
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of f, streams, post and comb."""
         f_TD, x, weights = ctx.saved_tensors

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rollforward.kernels.errors import BackendError
 from rollforward.kernels.loss import linear_logprob, reverse_kl  # noqa: F401  # makes the operators
 from rollforward.kernels.operators import on_device
 from rollforward.kernels.quant import mxfp4_sweep
@@ -81,6 +82,32 @@ def test_reverse_kl(dtype, needs):
     wanted = [one for one, need in zip(leaves, needs, strict=True) if need]
     for one, grad in zip(wanted, torch.autograd.grad(loss, wanted), strict=True):
         assert looks(grad) == looks(one)
+
+
+def test_gradients_are_not_differentiated_again():
+    """Also where what comes into the backward pass is a constant, so that they would seem to be constants."""
+    hidden, head, rounded = floats(T, D, leaf=True), floats(V, D), floats(V, D, dtype=BF16)
+    values = OPS.linear_logprob(hidden, head, rounded, integers(T), 0.7, None, None)
+    others = floats(T, E), floats(V, E, dtype=BF16), floats(T)
+    loss, *_ = OPS.reverse_kl(hidden, head, rounded, *others, True, False)
+    for name, value in {"linear_logprob": values[0].sum(), "reverse_kl": loss}.items():
+        with pytest.raises(BackendError, match=f"{name} runs as tile, which has no gradients of gradients"):
+            torch.autograd.grad(value, hidden, create_graph=True, retain_graph=True)
+        (grad,) = torch.autograd.grad(value, hidden)
+        assert not grad.requires_grad
+
+
+def test_a_compiled_backward_pass_is_none_that_is_differentiated():
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.device("meta"):
+        hidden, head, rounded = floats(T, D, leaf=True), floats(V, D), floats(V, D, dtype=BF16)
+        token = integers(T)
+        compiled = torch.compile(
+            lambda one: OPS.linear_logprob(2 * one, head, rounded, token, 0.7, None, None)[0].sum(),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        (grad,) = torch.autograd.grad(compiled(hidden), hidden)
+        assert looks(grad) == looks(hidden)
 
 
 def test_mxfp4():
