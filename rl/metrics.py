@@ -11,6 +11,7 @@ import msgspec
 
 from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
+from rollforward.rollout.environment import CallTimes
 from rollforward.rollout.replica import LogStats
 from rollforward.rollout.types import FailureType, Group, Trajectory
 from rollforward.rollout.weights import WeightsAck, WeightsManifest
@@ -78,7 +79,8 @@ def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
     """Return the counters of the replicas' token logs since the run's processes began: what was written, under `wal/`,
     what was taken from an earlier process, which key-values were saved for a later one, and how often a process was
     replaced, under `resume/`, and why, under `failure/`; and what completions did in sandboxes, under `sandbox/`. Sums
-    over replicas and over all processes that each had; of `*_max_s` the largest."""
+    over replicas and over all processes that each had; of `*_max_s` the largest, and `sandbox/call_p50_s` is the median
+    of all calls."""
     lives = [life for one in stats for life in (one.earlier, one) if life is not None]
     records = [
         *(("wal/", life.written) for life in lives),
@@ -92,16 +94,23 @@ def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
         (prefix + name, float(value))
         for prefix, record in records
         for name, value in msgspec.structs.asdict(record).items()
+        if isinstance(value, int | float)
     ]
-    return tuple(
+    times = sum((life.sandbox.call_times for life in lives), CallTimes())
+    return (
+        *(
+            Metric(
+                name=name,
+                numerator=value,
+                denominator=1.0,
+                per="replica",
+                reduction="max" if name.endswith("_max_s") else "sum",
+            )
+            for name, value in counters
+        ),
         Metric(
-            name=name,
-            numerator=value,
-            denominator=1.0,
-            per="replica",
-            reduction="max" if name.endswith("_max_s") else "sum",
-        )
-        for name, value in counters
+            name="sandbox/call_p50_s", numerator=times.median_s, denominator=times.count, per="call", reduction="max"
+        ),
     )
 
 

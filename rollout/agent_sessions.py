@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import msgspec
 
-from rollforward.rollout.environment import Ending, SandboxCounts, SandboxUse, TaskTools
+from rollforward.rollout.environment import CallTimes, Ending, SandboxCounts, SandboxUse, TaskTools
 from rollforward.rollout.types import FailureType, RequestId
-from rollforward.rollout.workspace import Submission, Workspace
+from rollforward.rollout.workspace import BegunWith, Submission, Workspace
 from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.command_log import PREPARED_NAME, LogView, log_path, read_log
 from rollforward.sandbox.config import ContainerConfig
@@ -101,7 +101,7 @@ class _Agent:
     counts: SandboxCounts = SandboxCounts(opened=1)  # noqa: RUF009 - frozen
     ending: Ending | None = None
 
-    def count(self, **more: float) -> None:
+    def count(self, **more: float | CallTimes) -> None:
         """Count something up."""
         self.counts = self.counts + SandboxCounts(**more)  # type: ignore[arg-type]
 
@@ -243,7 +243,8 @@ class AgentSessions:
             failure, detail = agent.failure, answer.results[-1].detail
         else:
             collected = await agent.session.collect(use.submission, max_bytes=use.max_submission_bytes)
-            submission = Submission(files=collected.files, problem=collected.problem)
+            begun_with = self._begun_with(agent.session, turn)
+            submission = Submission(files=collected.files, problem=collected.problem, begun_with=begun_with)
             if collected.failure:
                 submission, failure, detail = None, agent.failure, collected.failure
             elif use.max_tool_s is not None and sum(agent.seconds.values()) >= use.max_tool_s:
@@ -278,7 +279,7 @@ class AgentSessions:
             if told.is_replayed:
                 agent.count(replayed=1)
             else:
-                agent.count(calls=1, call_s=seconds, call_max_s=seconds)
+                agent.count(calls=1, call_s=seconds, call_max_s=seconds, call_times=CallTimes.of(seconds))
         return TurnAnswer(results=tuple(results), position=position, failure=agent.failure)
 
     async def _agent(self, turn: AgentTurn) -> _Agent:
@@ -335,6 +336,12 @@ class AgentSessions:
             config=self._settings.container,
             sync=self._settings.sync,
         )
+
+    def _begun_with(self, session: Session, turn: AgentTurn) -> BegunWith | None:
+        """The prepared state that a completion began with."""
+        if session.begin is None:
+            return None
+        return BegunWith(directory=str(self._logs(turn)[0].parent / PREPARED_NAME), record=session.begin)
 
     def _logs(self, turn: AgentTurn) -> list[Path]:
         """Where the commands of each attempt up to this one are logged."""

@@ -6,6 +6,8 @@
 Here: the contract. Not here: tools in a sandbox (tool_environment.py), completions that keep one (agent_sessions.py).
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -87,6 +89,36 @@ def failed_observation(identity: RequestId, detail: str, failure: FailureType = 
     return Observation(id=identity, token_ids=np.zeros(0, np.int32), failure=failure, detail=detail)
 
 
+class CallTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long calls took, in classes of 4 % each way, so that those of many processes add up."""
+
+    classes: dict[int, int] = {}
+    """Calls by class; class n is around 2**(n / 8) microseconds."""
+
+    @classmethod
+    def of(cls, seconds: float) -> "CallTimes":
+        """One call; less than a microsecond counts as one."""
+        return cls(classes={round(8 * math.log2(max(1e6 * seconds, 1.0))): 1})
+
+    def __add__(self, other: "CallTimes") -> "CallTimes":
+        """Both together."""
+        numbers = self.classes.keys() | other.classes.keys()
+        return CallTimes(classes={n: self.classes.get(n, 0) + other.classes.get(n, 0) for n in sorted(numbers)})
+
+    @property
+    def count(self) -> int:
+        """Calls."""
+        return sum(self.classes.values())
+
+    @property
+    def median_s(self) -> float:
+        """Seconds within which half of them came to their end, at 4 % each way; 0 where there are none."""
+        ordered = sorted(self.classes.items())
+        sums = itertools.accumulate(number for _, number in ordered)
+        half = next((n for (n, _), so_far in zip(ordered, sums, strict=True) if 2 * so_far >= self.count), None)
+        return 0.0 if half is None else 1e-6 * 2 ** (half / 8)
+
+
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What completions did with their sandboxes, counted at their ends; under `sandbox/` in the metrics."""
 
@@ -104,6 +136,8 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that calls took, summed."""
     call_max_s: float = 0.0
     """The longest of them."""
+    call_times: CallTimes = CallTimes()
+    """Of all of them; `call_p50_s` in the metrics."""
     unknown: int = 0
     """Completions that failed because nobody knows whether a command of theirs ran."""
     failed: int = 0

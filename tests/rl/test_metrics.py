@@ -5,13 +5,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from rollforward.model.dsml import AssistantTurn, Problem
 from rollforward.model.messages import ToolCall
 from rollforward.model.metrics import metric_values
 from rollforward.rl.metrics import advantage_metrics, group_metrics, log_metrics, pool_metrics, turn_metrics
 from rollforward.rollout.engine.kv_store import KvStats
-from rollforward.rollout.environment import SandboxCounts
+from rollforward.rollout.environment import CallTimes, SandboxCounts
 from rollforward.rollout.replica import LogStats, Restarts, with_life
 from rollforward.rollout.types import FailureType, Group, RequestId, ResumeStats, StopReason, Trajectory
 from rollforward.rollout.wal_commit import WalStats
@@ -140,6 +141,27 @@ def test_counters_of_logs_are_summed_over_replicas_and_their_processes() -> None
     assert (values["resume/kv_damaged"], values["resume/kv_missing"], values["resume/kv_refused_budget"]) == (0, 0, 0)
     assert (values["sandbox/calls"], values["sandbox/call_max_s"], values["sandbox/unknown"]) == (135, 0.5, 0)
     assert (values["resume/restarts"], values["resume/recovery_max_s"], values["failure/engine_lost"]) == (4, 2.5, 0)
+
+
+def test_the_median_of_calls_is_that_of_all_processes() -> None:
+    """One of two processes had the many short calls; a median of their medians would be another."""
+    short, long = (_life(1, 0.0, 0, 0) for _ in range(2))
+    for seconds, number in ((0.001, 60), (0.004, 31)):
+        times = sum((CallTimes.of(seconds) for _ in range(number)), CallTimes())
+        short = msgspec.structs.replace(short, sandbox=short.sandbox + SandboxCounts(call_times=times))
+    slow = SandboxCounts(call_times=sum((CallTimes.of(30.0) for _ in range(30)), CallTimes()))
+    long = msgspec.structs.replace(long, sandbox=slow, earlier=with_life(None, short))
+    values = metric_values(log_metrics([long]))
+    assert values["sandbox/call_p50_s"] == pytest.approx(0.004, rel=0.045)  # the 61st of 121
+    assert metric_values(log_metrics([short]))["sandbox/call_p50_s"] == pytest.approx(0.001, rel=0.045)
+    assert "sandbox/call_p50_s" not in metric_values(log_metrics([_life(1, 0.0, 0, 0)])), "there were none"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 3e-6, 0.0021, 0.7, 3600.0])
+def test_a_time_is_told_within_its_class(seconds: float) -> None:
+    times = CallTimes.of(seconds)
+    assert times.count == 1
+    assert times.median_s == pytest.approx(max(seconds, 1e-6), rel=2 ** (1 / 16) - 1 + 1e-9)
 
 
 def turn_with(**parts: Any) -> AssistantTurn:
