@@ -10,9 +10,10 @@ snapshot of it is memory, devices and disk of one instant. What it does not isol
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
-from rollforward.sandbox import vm, vm_image
+from rollforward.sandbox import vm, vm_cache, vm_image
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.qcow2 import empty_disk
@@ -65,7 +66,7 @@ class FullVmSubstrate(MachineSubstrate[FullVm]):
 
     def __init__(self, images: Images, *, label: str, max_sandboxes: int) -> None:
         super().__init__(images, label=label, max_sandboxes=max_sandboxes)
-        self._bases: dict[tuple[int, int], str] = {}
+        self._bases: dict[tuple[int, int], Path] = {}
 
     def layout(self, spec: SandboxSpec, accelerator: str) -> Layout:
         """See `MachineSubstrate`."""
@@ -78,11 +79,12 @@ class FullVmSubstrate(MachineSubstrate[FullVm]):
         size = -(-max(spec.limits.disk_bytes, _LEAST_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
         private = (size, min(spec.limits.files, size // _BYTES_OF_A_FILE))
         if private not in self._bases:
-            self._bases[private] = str(vm_image.build_empty(*private))
-        return Layout(self.program, accelerator, vm.guest_bytes(spec), disks, self.booted_with.key, private)
+            self._bases[private] = vm_image.build_empty(*private)
+        beneath = vm_cache.kept_digest(self._bases[private])
+        return Layout(self.program, accelerator, vm.guest_bytes(spec), disks, self.booted_with.key, private, beneath)
 
     def new(self, sandbox_id: str, spec: SandboxSpec, layout: Layout, make_group: Any, forget: Any) -> FullVm:
         """See `MachineSubstrate`."""
         machine = FullVm(sandbox_id, spec, layout, make_group, forget)
-        machine.base = self._bases[layout.private_disk]
+        machine.base = str(self._bases[layout.private_disk])
         return machine

@@ -71,6 +71,8 @@ class Layout(NamedTuple):
     """Stands for kernel and initial file system."""
     private_disk: tuple[int, int] = (0, 0)
     """Bytes and files of the one that it can write; 0 where there is none."""
+    private_digest: str = ""
+    """Stands for the bytes of that which it lies over."""
 
     def max_file_bytes(self) -> int:
         """The longest file that its emulator needs to write: its disk, or what is saved of its memory and devices."""
@@ -85,17 +87,9 @@ class Layout(NamedTuple):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             cpu = str(sorted({line for line in lines if line.startswith(("model", "flags", "microcode"))}))
         disks = [(disk.serial, disk.digest) for disk in self.disks]
-        return digest(
-            _FORM,
-            said,
-            cpu,
-            _KERNEL_ARGUMENTS,
-            self.accelerator,
-            self.memory_bytes,
-            disks,
-            self.boot_key,
-            self.private_disk,
-        )
+        private = (*self.private_disk, self.private_digest)
+        hardware = (self.accelerator, self.memory_bytes, disks, private)
+        return digest(_FORM, said, cpu, _KERNEL_ARGUMENTS, self.boot_key, hardware)
 
 
 @functools.lru_cache(maxsize=8)

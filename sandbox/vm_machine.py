@@ -330,8 +330,8 @@ class Machine(Instance):
             self._told_ooms = max(self._told_ooms, count)
 
 
-def saved_whole(saved: bytes, spec: SandboxSpec, layout: Layout) -> Whole:
-    """What `Machine.take` gave, of a snapshot that may go on as this sandbox.
+def saved_whole(saved: bytes, spec: SandboxSpec, layouts: Sequence[Layout]) -> tuple[Layout, Whole]:
+    """What `Machine.take` gave, of a snapshot that may go on as a sandbox of one of these layouts; with that one.
 
     Raises:
         SandboxFileError: it is none, or one of another machine or spec.
@@ -342,12 +342,13 @@ def saved_whole(saved: bytes, spec: SandboxSpec, layout: Layout) -> Whole:
         raise SandboxFileError(f"sandbox: the snapshot is none of a machine: {error}") from None
     if found.spec != spec_key(spec):
         raise SandboxFileError("sandbox: the snapshot's machine has other limits or tools. Ask for the same spec")
-    if found.machine != layout.key():
+    layout = next((layout for layout in layouts if layout.key() == found.machine), None)
+    if layout is None:
         raise SandboxFileError(
             "sandbox: the snapshot goes on only in the machine that it was taken of, and QEMU, its accelerator, kernel"
             f" or system disk are others here. Have the same QEMU, and the same files in {CACHE}"
         )
-    return found.whole
+    return layout, found.whole
 
 
 def spec_key(spec: SandboxSpec) -> str:

@@ -3,10 +3,11 @@ them.
 """
 
 import asyncio
+import contextlib
 import functools
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Final, Generic, TypeVar
 
 from rollforward.sandbox import cgroups, vm, vm_cache, vm_image, vm_kernel, vm_state
@@ -18,7 +19,7 @@ from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import Disk, Layout
 from rollforward.sandbox.vm_forked import ForkedMachine
 from rollforward.sandbox.vm_machine import SYSTEM, saved_whole, spec_key
-from rollforward.sandbox.vm_state import State, close_all, share
+from rollforward.sandbox.vm_state import State, Whole, close_all, share
 from rollforward.sandbox.warm_template import USERS, WarmTemplate
 
 _MAX_STATES: Final = 4
@@ -82,15 +83,15 @@ class MachineSubstrate(Generic[MachineT]):
         if sandbox_id in self._machines:
             raise ValueError(f"there is a machine {sandbox_id!r}; kill it first")
         template = await self._warm()
+        if saved is not None:
+            layout, whole = await self._saved(saved, spec)
+            async with self._making(sandbox_id, spec, layout) as machine:
+                await machine.go_on(template, whole)
+            return machine
         layout, state = await self._state(template, spec)
         try:
-            whole = None if saved is None else saved_whole(saved, spec, layout)
-            machine = self.make(sandbox_id, spec, layout)
-            machine.platform = f"{spec.substrate} ({layout.accelerator})"
-            try:
-                if whole is not None:
-                    await machine.go_on(template, whole)
-                elif snapshot:
+            async with self._making(sandbox_id, spec, layout) as machine:
+                if snapshot:
                     await machine.begin(template, state, codes, snapshot)
                 else:
                     prepared = await self._prepare(machine, template, state, codes)
@@ -98,9 +99,6 @@ class MachineSubstrate(Generic[MachineT]):
                         await machine.fork(template, prepared)
                     finally:
                         close_all(prepared)
-            except BaseException:
-                await machine.kill()
-                raise
         finally:
             close_all(state)
         return machine
@@ -193,6 +191,26 @@ class MachineSubstrate(Generic[MachineT]):
         machine.uid = uid
         self._machines[sandbox_id] = machine
         return machine
+
+    @contextlib.asynccontextmanager
+    async def _making(self, sandbox_id: str, spec: SandboxSpec, layout: Layout) -> AsyncGenerator[MachineT]:
+        """A machine that nothing runs of yet; killed where it comes to nothing."""
+        machine = self.make(sandbox_id, spec, layout)
+        machine.platform = f"{spec.substrate} ({layout.accelerator})"
+        try:
+            yield machine
+        except BaseException:
+            await machine.kill()
+            raise
+
+    async def _saved(self, saved: bytes, spec: SandboxSpec) -> tuple[Layout, Whole]:
+        """A saved machine, and as which it goes on; nothing is booted for that.
+
+        Raises:
+            SandboxFileError: it is none, or goes on here as none.
+        """
+        ways = self._accelerators
+        return saved_whole(saved, spec, [await asyncio.to_thread(self.layout, spec, way) for way in ways])
 
     async def _prepare(self, like: MachineT, template: WarmTemplate, state: State, codes: list[bytes]) -> State:
         """The state that sandboxes like this one are forked from, made if there is none yet; the caller releases it."""

@@ -1,0 +1,138 @@
+"""Proves: a machine's migration stream, written here by hand, is taken apart into the pages of its memory and all the
+rest, and put into a file again; one that is damaged anywhere is an error of one kind.
+"""
+
+import os
+import random
+import struct
+
+import msgspec
+import pytest
+
+from rollforward.sandbox import vm_state, vm_stream
+from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
+from rollforward.sandbox.vm_state import Whole
+
+PAGE = 4096
+A, B, C = (bytes([letter]) * PAGE for letter in b"abc")
+HEAD = b"QEVM\0\0\0\3" + b"\7\0\0\0\3q35"
+MARK = struct.pack(">I", 2)
+FOOTER = b"\x7e" + MARK
+DEVICES = b"\4\0\0\0\5" + b"\3cpu" + bytes(8) + b"registers" + b"\x7e\0\0\0\5" + b"\0" + b'{"devices": []}'
+
+
+def word(address: int, flags: int) -> bytes:
+    return struct.pack(">Q", address | flags)
+
+
+def named(name: str) -> bytes:
+    return bytes([len(name)]) + name.encode()
+
+
+STOP = word(0, 0x10)
+START = (
+    b"\1" + MARK + named("ram") + struct.pack(">II", 0, 4) + word(7 * PAGE, 4)
+    + named("ram") + word(5 * PAGE, 0) + word(0, 0)
+    + named("rom") + word(2 * PAGE, 0) + word(0xFFFC0000, 0)
+    + STOP + FOOTER
+)  # fmt: skip
+FIRST = (
+    b"\2" + MARK
+    + word(0, 8) + named("ram") + A
+    + word(PAGE, 0x22) + b"\0"
+    + word(2 * PAGE, 0x28) + B
+    + word(3 * PAGE, 0x28) + C
+    + word(0, 8) + named("rom") + C
+    + STOP + FOOTER
+)  # fmt: skip
+LAST = (
+    b"\3" + MARK
+    + word(PAGE, 0x22) + b"\0"  # of the block that the part before has ended with
+    + word(2 * PAGE, 8) + named("ram") + A  # written to meanwhile
+    + word(3 * PAGE, 0x22) + b"\0"
+    + word(4 * PAGE, 0x28) + B
+    + STOP + FOOTER
+)  # fmt: skip
+STREAM = HEAD + START + FIRST + LAST + DEVICES
+REST = (
+    HEAD + START
+    + b"\2" + MARK + word(0, 8) + named("rom") + C + STOP + FOOTER
+    + b"\3" + MARK + word(PAGE, 2) + named("rom") + b"\0" + STOP + FOOTER
+    + DEVICES
+)  # fmt: skip
+
+
+def test_pages_of_the_memory_are_put_aside_and_the_rest_stays_a_stream() -> None:
+    rest, pages = vm_stream.part(STREAM)
+    assert {address: bytes(page) for address, page in pages.items()} == {0: A, 2 * PAGE: A, 4 * PAGE: B}
+    assert rest == REST
+    assert vm_stream.part(rest) == (REST, {})
+
+
+def test_one_that_ends_too_early_or_says_something_else_is_no_stream() -> None:
+    for end in (*range(200), *range(200, len(STREAM) - len(DEVICES) + 1, 97)):
+        with pytest.raises(ValueError, match=r"."):
+            vm_stream.part(STREAM[:end])
+    for was, now in (
+        (FOOTER, b"\x7f" + MARK),
+        (b"\2" + MARK, b"\2\0\0\0\3"),
+        (word(2 * PAGE, 0x28), word(2 * PAGE, 0x68)),  # compressed
+        (word(2 * PAGE, 0x28), word(2 * PAGE, 0x20)),
+        (word(7 * PAGE, 4), word(6 * PAGE, 4)),
+        (word(7 * PAGE, 4), word(7 * PAGE, 8)),
+        (word(0, 8) + named("ram"), word(0, 0x28)),  # of no block yet
+    ):
+        assert was in STREAM
+        with pytest.raises(ValueError, match=r"."):
+            vm_stream.part(STREAM.replace(was, now, 1))
+
+
+def test_whatever_is_damaged_is_no_other_error() -> None:
+    places = [place for place in range(len(STREAM)) if STREAM[place : place + 1] not in (b"a", b"b", b"c")]
+    num_refused = 0
+    for place in places:
+        damaged = bytearray(STREAM)
+        damaged[place] ^= 1 << random.randrange(8)
+        try:
+            vm_stream.part(bytes(damaged))
+        except ValueError:
+            num_refused += 1
+    assert num_refused > len(places) // 4
+
+
+def test_a_machine_as_one_record_fills_a_file_with_its_memory() -> None:
+    stream, disk, memory = vm_state.file_of(STREAM), vm_state.file_of(b"disk"), vm_state.memory_file(5 * PAGE)
+    found = vm_state.whole(stream, disk, 1 << 20)
+    assert found.runs == [(0, PAGE), (2 * PAGE, PAGE), (4 * PAGE, PAGE)]
+    assert (bytes(found.memory), bytes(found.devices), bytes(found.disk)) == (A + A + B, REST, b"disk")
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Whole)
+    vm_state.fill(memory, again, 5 * PAGE)
+    assert os.pread(memory, 9 * PAGE, 0) == A + bytes(PAGE) + A + bytes(PAGE) + B
+    for most in (len(STREAM) - 1, 3):
+        with pytest.raises(SandboxFileError, match="more than"):
+            vm_state.whole(stream, disk, most)
+    for wrong in (b"", b"QEVM", STREAM[:-200]):
+        other = vm_state.file_of(wrong)
+        with pytest.raises(SandboxUnavailableError, match="has not saved"):
+            vm_state.whole(other, -1, 1 << 20)
+        os.close(other)
+    vm_state.close_all([stream, disk, memory])
+
+
+@pytest.mark.parametrize(
+    "runs", [[(-PAGE, PAGE)], [(5 * PAGE, PAGE)], [(0, 6 * PAGE)], [(0, -1)], [(0, 0)], [(0, PAGE), (PAGE, 3 * PAGE)]]
+)
+def test_memory_that_is_not_of_the_machine_is_refused(runs: list[tuple[int, int]]) -> None:
+    nothing, memory = memoryview(b""), vm_state.memory_file(5 * PAGE)
+    found = Whole(runs=runs, memory=memoryview(A + B), devices=nothing, disk=nothing)
+    with pytest.raises(SandboxFileError, match="none of a machine"):
+        vm_state.fill(memory, found, 5 * PAGE)
+    assert os.fstat(memory).st_size == 5 * PAGE
+    os.close(memory)
+
+
+def test_the_file_of_a_state_gets_no_shorter_under_who_reads_it() -> None:
+    stream = vm_state.file_of(STREAM)
+    with pytest.raises(PermissionError):
+        os.ftruncate(stream, 0)
+    os.close(stream)
