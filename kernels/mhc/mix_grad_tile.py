@@ -119,7 +119,7 @@ def gates_backward(D: int, iters: int, head: bool) -> PrimFunc:
     """
     J, X, dots = M * D, M if head else 24, M if head else 2 * M + 2
     steps = -(-D // (THREADS * EACH))
-    each = min(steps, 2)
+    each = steps if steps <= 2 else 1  # in a loop over pairs of steps four registers would lie in memory
     N = T.dynamic("N")
     passes = 2 * iters - 1
 
