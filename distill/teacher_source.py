@@ -21,8 +21,9 @@ import msgspec
 from rollforward.distill.errors import TeacherError, TeacherReadError
 from rollforward.distill.teacher_files import CONFIG_NAME, FileStamp, check_regular, locked, read_regular
 from rollforward.model.checkpoint_headers import INDEX_NAME, check_entries, load_checkpoint_config, scan_checkpoint
-from rollforward.model.config import ModelConfig, config_json
+from rollforward.model.config import ModelConfig
 from rollforward.model.errors import ModelError
+from rollforward.rl.kept_versions import model_version
 from rollforward.rollout.errors import WeightsError
 from rollforward.rollout.wal_files import replace_file
 from rollforward.rollout.weights import MANIFEST_NAME, read_manifest, stored_fingerprints
@@ -90,8 +91,7 @@ def describe_teacher(name: str, directory: Path, records: Path | None = None) ->
         raise TeacherError(
             f"teacher {name}: {error}. Put the file right; if it is below teacher_cache.directory, another can be set"
         ) from error
-    said = msgspec.json.encode([config_json(config), fingerprints], order="deterministic")
-    version = hashlib.blake2b(said, digest_size=16).hexdigest()
+    version = model_version(config, fingerprints)
     return TeacherSource(name=name, directory=directory, version=version, width=config.hidden_size, stamps=stamps)
 
 

@@ -4,8 +4,6 @@ own (stages.py)."""
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from rollforward.conf.console import say
 from rollforward.distill.actors import DistillActor, DistillPool
 from rollforward.distill.compatibility import check_teacher
@@ -18,12 +16,11 @@ from rollforward.distill.stages import DistillStages, max_hidden_bytes
 from rollforward.distill.teacher_files import check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
 from rollforward.model.backends import check_model, check_programs
-from rollforward.model.checkpoint import sync_path
 from rollforward.model.checkpoint_headers import load_checkpoint_config
 from rollforward.model.config import ModelConfig, load_model_config
+from rollforward.rl.kept_versions import keep_versions
 from rollforward.rl.setup import Parts
 from rollforward.rl.train import Place, patience_of, policy_settings, rank_actors, run_loop, works_here
-from rollforward.rollout.wal_files import replace_file
 
 TEACHERS_NAME = "teachers.json"
 """File of a run directory with the version of each teacher that the run began with."""
@@ -99,7 +96,8 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
     for name, directory in directories.items():
         found[name] = describe_teacher(name, directory, _cache_dir(run))
         say(f"teacher {name}: {directory}, version {found[name].version[:12]}")
-    _keep_versions(Path(run.run_dir), {name: source.version for name, source in found.items()})
+    versions = {name: source.version for name, source in found.items()}
+    keep_versions(Path(run.run_dir) / TEACHERS_NAME, versions, what="teacher", error=TeacherError)
     return found
 
 
@@ -110,31 +108,6 @@ def _check_kernels(run: DistillRun, name: str, teacher: ModelConfig) -> None:
         check_programs(run.kernels, teacher, f"teacher {name}")
         student = load_checkpoint_config(Path(run.model_dir), is_announced=False)
         check_students(run.kernels, student, {name: teacher}, run.model_dir)
-
-
-def _keep_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
-    """Write down which teachers a run has, or see that they are those that it began with.
-
-    Raises:
-        TeacherError: one is another, or nobody can read which they were.
-    """
-    file = run_dir / TEACHERS_NAME
-    if not file.exists():
-        run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(file, msgspec.json.format(msgspec.json.encode(versions)))
-        sync_path(run_dir)
-        return
-    try:
-        began_with = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.MsgspecError) as error:
-        raise TeacherError(f"{file} cannot be read: {error}. Put it back, or choose another run_dir") from error
-    for name, version in versions.items():
-        if began_with.get(name) != version:
-            raise TeacherError(
-                f"teacher {name}: its version is {version}; the run in {run_dir} began with"
-                f" {began_with.get(name, 'another set of teachers')} ({file}). Put the teacher back as it was, or"
-                " choose another run_dir to begin anew with this one"
-            )
 
 
 def check_room(run: DistillRun, *, width: int) -> None:

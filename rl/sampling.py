@@ -19,7 +19,7 @@ from rollforward.rl.judge.judging import Judging
 from rollforward.rl.judge.scoring import settle_all
 from rollforward.rl.shuffle import Permutation, derive_key
 from rollforward.rl.tasks.config import TaskOptions
-from rollforward.rl.tasks.types import Example, Pending, Score, Task, Unscored
+from rollforward.rl.tasks.types import Example, Pending, Score, Task, Unscored, workspace_of
 from rollforward.rollout.types import (
     Completion,
     FailureType,
@@ -108,7 +108,7 @@ def group_requests(
         prompt_ids = encoder.prompt_ids(example)
         options = tasks[example.task].options
         budget = options.budget(sampling.max_new_tokens)
-        workspace = _workspace(example, options)
+        workspace = workspace_of(example, options) if options.keeps_sandbox else None
         requests += [
             Request(
                 id=RequestId(step, prompt, member, is_eval),
@@ -140,13 +140,6 @@ def tool_use(options: TaskOptions, workspace: Workspace | None = None) -> ToolUs
         max_observation_tokens=options.max_observation_tokens,
         workspace="" if workspace is None else workspace.digest,
     )
-
-
-def _workspace(example: Example, options: TaskOptions) -> Workspace | None:
-    if not options.keeps_sandbox:
-        return None
-    workspace = Workspace(image=options.image) if example.workspace is None else example.workspace
-    return msgspec.structs.replace(workspace, prepare=options.prepare) if options.prepare else workspace
 
 
 def score_completions(

@@ -7,6 +7,8 @@ import hashlib
 
 import msgspec
 
+from rollforward.sandbox.command_records import SnapshotRecord
+
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """What the sandbox of one completion holds before its first call."""
@@ -28,6 +30,15 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.msgpack.encode(entries), digest_size=16).hexdigest()
 
 
+class BegunWith(msgspec.Struct, frozen=True, kw_only=True):
+    """The prepared state that a completion's sandbox began with."""
+
+    directory: str
+    """Of prepared states, where it lies; the same on every node."""
+    record: SnapshotRecord
+    """Which it is."""
+
+
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """What was left in the sandbox of a completion at the paths that its task names."""
 
@@ -35,3 +46,5 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """Contents by path, as the task names them; what was not there, or could not be taken, is left out."""
     problem: str = ""
     """Why something of it could not be taken though it was there, for a person: the policy's doing."""
+    begun_with: BegunWith | None = None
+    """Where its task has `prepare`."""

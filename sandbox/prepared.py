@@ -44,7 +44,7 @@ from rollforward.sandbox.errors import (
 )
 from rollforward.sandbox.files import read_regular, sync_directory
 from rollforward.sandbox.tenancy import LostError, UnfitFilesError, in_thread
-from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec
+from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec, Snapshot
 
 _MAX_STATE_BYTES: Final = 1 << 20
 _LOOK_S: Final = 0.05
@@ -205,3 +205,13 @@ class Preparation:
                 sync_directory(place.parent)
         except OSError as error:
             raise CommandLogWriteError(f"{place}: {error}; make room or look at the device.") from error
+
+
+def read_prepared(directory: Path, record: SnapshotRecord) -> Snapshot:
+    """A state that lies in a directory of prepared states.
+
+    Raises:
+        CommandLogDamagedError: it is gone, or not what the record says.
+    """
+    data = BlobStore(directory, sync=False).get(record.data)
+    return Snapshot(kind=record.kind, image=record.image, data=data)

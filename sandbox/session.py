@@ -166,6 +166,11 @@ class Session:
         return not self._refusal and (self._is_data_fault or self._history.is_data_fault)
 
     @property
+    def begin(self) -> SnapshotRecord | None:
+        """The state that the sandbox began with; None where it began with files alone, or has not begun."""
+        return self._history.begin
+
+    @property
     def position(self) -> int:
         """Sequence number of the last durable record."""
         return self._history.position

@@ -5,7 +5,8 @@
                                                            Judging <-- seats <-- generate, encoding ------+
 
 A judge's weights are published once, as version 0, in a directory of their own, and its engines prove by hashes that
-they hold them, like the policy's; their logs are named after it. Not here: processes (`rl/train.py`), what is asked
+they hold them, like the policy's; their logs are named after it. Which model it was is written down at the run's first
+start (`judges.json`), and another one refused later. Not here: processes (`rl/train.py`), what is asked
 (`judging.py`).
 """
 
@@ -22,6 +23,7 @@ from rollforward.model.encoding import ChatEncoding
 from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.judge.config import ActorJudge, Judge, ModelJudge
 from rollforward.rl.judge.judging import Generate, Judging, Seat, check_room
+from rollforward.rl.kept_versions import keep_versions, model_version
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.reward_config import RubricReward
 from rollforward.rollout.config import RolloutConfig
@@ -41,6 +43,8 @@ from rollforward.rollout.weights import (
 
 JUDGES_NAME = "judges"
 """Folder in a run directory with the published weights of its judges."""
+VERSIONS_NAME = "judges.json"
+"""File of a run directory with the version of each model that judges, as the run began with them."""
 _VERSION = 0
 
 
@@ -195,13 +199,21 @@ class Judges:
         self._run_dir, self._run_seed = run_dir, run_seed
 
     def open(self) -> None:
-        """Publish the judges' weights and let their engines take and prove them.
+        """Publish the judges' weights, see that they are those that the run began with, and let their engines take and
+        prove them.
 
         Raises:
+            ModelDirectoryError: a judge is another than at the run's first start.
             WeightsError: an engine does not hold what was published.
         """
-        for model, engines in self._served:
-            directory, manifest = publish_judge(model, self._run_dir)
+        published = [(engines, *publish_judge(model, self._run_dir)) for model, engines in self._served]
+        versions = {
+            model.judge.model_dir: _model_version(model, manifest)
+            for (model, _), (_, _, manifest) in zip(self._served, published, strict=True)
+        }
+        if versions:
+            keep_versions(self._run_dir / VERSIONS_NAME, versions, what="judge", error=ModelDirectoryError)
+        for engines, directory, manifest in published:
             for ack in engines.load_weights(directory):
                 check_acknowledgement(manifest, ack)
 
@@ -270,6 +282,12 @@ def local_judging(
         judges = Judges(models, engines, run_dir=run_dir, run_seed=run_seed)
         judges.open()
         yield judges.judging(actor.generate, encoding, model_config)
+
+
+def _model_version(model: JudgeModel, manifest: WeightsManifest) -> str:
+    """Of weights, tokenizer and form of its conversations: what makes it judge as it does."""
+    encoding = model.encoding
+    return model_version(model.model_config, manifest.tensors, encoding.tokenizer.serialized, encoding.version.name)
 
 
 def _load(name: str, judge: ModelJudge) -> JudgeModel:

@@ -10,6 +10,7 @@ import msgspec
 
 from rollforward.model.messages import ReasoningEffort
 from rollforward.rl.judge.config import ModelJudge, Rubric
+from rollforward.rl.tasks.evens import Evens
 from rollforward.rl.tasks.reward_config import (
     Reward,
     RewardPart,
@@ -268,15 +269,16 @@ class ReasoningGymConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type
 class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag="dataset"):
     """Questions and answers from a file of yours (`dataset.py`)."""
 
-    path: str
-    """A .jsonl file (one object a line) or a .parquet file, one question a row."""
+    path: str | Evens
+    """A .jsonl file (one object a line) or a .parquet file, one question a row; or, for a trial, rows that are made
+    here: `{type: evens}`."""
     reward: Reward
     """How an answer, or what was left in the sandbox, is judged."""
     question_column: str = "question"
     """Column with the question: a text, or a list of messages, each with `role` and `content`."""
     answer_column: str | None = "answer"
     """Column with the right answer, a text or a whole number. SFT learns it word for word. null: there is none, and the
-    reward must be of type python.
+    reward compares with nothing.
     """
     messages_column: str | None = None
     """Column with what SFT learns instead of the bare answer: a list of messages of the roles assistant and tool, the
@@ -295,7 +297,7 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
     """
     system_prompt: str | None = None
     """A system message in front of every question."""
-    heldout_path: str | None = None
+    heldout_path: str | Evens | None = None
     """A second file with the same columns to evaluate on; its questions are left out of `path`. null: they are taken
     out of `path`.
     """
@@ -312,7 +314,7 @@ class DatasetConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", ta
         if self.answer_column is None and compares_with_answer(self.reward):
             raise ValueError(
                 f"task {self.name}: answer_column is null, but the reward compares with a right answer. Name the"
-                " column, or choose a reward of type python, unit_tests or rubric"
+                " column, or choose a reward of type python, pattern, unit_tests or rubric"
             )
         self._check_sandbox_columns()
         columns = {
@@ -417,8 +419,9 @@ class JudgeConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag=
     (`judge.py`). The prompt is what a judge is asked, the answer a verdict, and the reward how near it is to the label.
     """
 
-    path: str
-    """A .jsonl file (one object a line) or a .parquet file, one answered question a row."""
+    path: str | Evens
+    """A .jsonl file (one object a line) or a .parquet file, one answered question a row; or, for a trial, rows that are
+    made here: `{type: evens}`."""
     rubric: Rubric
     """What is looked at. A reward of type rubric with the same criteria asks the same."""
     question_column: str = "question"
@@ -432,6 +435,10 @@ class JudgeConfig(TaskOptions, frozen=True, kw_only=True, tag_field="type", tag=
     rationale_column: str | None = None
     """Column with what SFT shows before the verdict: why it is so. It is the reasoning of the turn in a thinking mode,
     else text in front. null: SFT shows the bare verdict."""
+    guess_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of rows of which SFT is shown a verdict by chance. A model that learned from such what verdicts look like
+    can find out by reinforcement which are right.
+    """
     heldout_size: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 200
     """Rows that are kept for evaluation. No question is among them and among those to learn from."""
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0

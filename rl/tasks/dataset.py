@@ -8,21 +8,19 @@ Not here: how answers are judged (`rewards.py`).
 """
 
 import hashlib
-from array import array
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from rollforward.model.messages import Message
 from rollforward.model.tokenizer import END_THINK
 from rollforward.rl.errors import TaskError
 from rollforward.rl.judge.prompt import conversation_text, spoken_answer
 from rollforward.rl.tasks.config import DatasetConfig
+from rollforward.rl.tasks.evens import Evens
 from rollforward.rl.tasks.grader import Grader
+from rollforward.rl.tasks.indexed_rows import IndexedRows
 from rollforward.rl.tasks.reward_config import (
     AnswerReward,
     PartReward,
@@ -33,7 +31,7 @@ from rollforward.rl.tasks.reward_config import (
     unit_test_reward,
 )
 from rollforward.rl.tasks.rewards import Judge, build_judge
-from rollforward.rl.tasks.rows import Row, Rows, open_rows
+from rollforward.rl.tasks.rows import Row, open_rows
 from rollforward.rl.tasks.tools import load_toolset
 from rollforward.rl.tasks.types import (
     Example,
@@ -44,12 +42,11 @@ from rollforward.rl.tasks.types import (
     Split,
     Unscored,
     check_index,
+    workspace_of,
 )
 from rollforward.rl.tasks.unit_tests import UnitTestJudge
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.config import ContainerConfig
-
-_UInt64Array = npt.NDArray[np.uint64]
 
 
 class DatasetTask:
@@ -73,18 +70,17 @@ class DatasetTask:
         self._tools = load_toolset(config)
         digest = hashlib.blake2b(f"{config.name}/{config.system_prompt!r}/".encode(), digest_size=16)
         digest.update(self._tools.digest)
-        ends = {spec.name: spec.is_final for spec in self._tools.specs}
-        self._train = _IndexedRows(config, Path(config.path), self._owner, ends, digest)
+        self._train = self._indexed(config.path, digest)
         if config.heldout_path is None:
             self._heldout = self._train
             minimum, rule = config.heldout_size + 1, "heldout_size + 1, so that one is left to train on"
         else:
-            self._heldout = _IndexedRows(config, Path(config.heldout_path), self._owner, ends, digest)
+            self._heldout = self._indexed(config.heldout_path, digest)
             minimum, rule = config.heldout_size, "heldout_size"
         distinct, first_rows = np.unique(self._heldout.hashes, return_index=True)
         if distinct.size < minimum:
             raise TaskError(
-                f"{self._owner}: {self._heldout.path} has {distinct.size} distinct questions; it must have at least"
+                f"{self._owner}: {self._heldout.place} has {distinct.size} distinct questions; it must have at least"
                 f" {minimum} ({rule}). Lower heldout_size, or add questions"
             )
         self._heldout_rows = first_rows[: config.heldout_size]
@@ -177,7 +173,8 @@ class DatasetTask:
         """What the verifier of a part says, or the one that audits it; None where there is none."""
         if isinstance(reward, UnitTestReward):
             tests = self._row(example.index, example.split).tests
-            return self._test_judge(submission, tests, image=self._config.image)
+            workspace = workspace_of(example, self._config)
+            return self._test_judge(submission, tests, declared=self._config.submission, workspace=workspace)
         judge = self._judges.get(name)
         return None if judge is None else judge(example.messages[-1].content, example.answer, text)
 
@@ -190,6 +187,33 @@ class DatasetTask:
 
     def _build_judge(self, reward: AnswerReward) -> Judge:
         return build_judge(reward, max_answer_chars=self._config.max_answer_chars, owner=self._owner)
+
+    def _indexed(self, source: str | Evens, digest: Any) -> IndexedRows:
+        """The rows of a file, every one checked; `digest` takes in all of them."""
+        config = self._config
+        opened = open_rows(
+            source,
+            question_column=config.question_column,
+            answer_column=config.answer_column,
+            messages_column=config.messages_column,
+            files_column=config.files_column,
+            tests_column=config.tests_column,
+            tools={spec.name: spec.is_final for spec in self._tools.specs},
+            owner=self._owner,
+        )
+        rows = IndexedRows(opened, str(source), seed=config.seed, owner=self._owner)
+        for index, row in enumerate(rows.scan()):
+            if config.system_prompt is not None and row.messages[0].role == "system":
+                raise TaskError(
+                    f"{self._owner}: {source}, row {index + 1}: the messages begin with a system message, and"
+                    f" system_prompt is {config.system_prompt!r}; there is one system message. Set system_prompt=null"
+                    " or take the row's away"
+                )
+            said = (row.messages, row.answer, row.demonstration)
+            if row.files is not None or row.tests:
+                said = (*said, row.files, row.tests)
+            digest.update(msgspec.json.encode(said) + b"\n")
+        return rows
 
     def _row(self, index: int, split: Split) -> Row:
         check_index(self, index, split)
@@ -222,60 +246,3 @@ def _part_score(part: RewardPart, said: Score | Unscored | None) -> PartScore:
             return msgspec.structs.replace(empty, failure=said.failure, detail=said.detail)
         case None:
             return empty
-
-
-class _IndexedRows:
-    """The checked rows of one file with a hash of every question."""
-
-    def __init__(self, config: DatasetConfig, path: Path, owner: str, tools: Mapping[str, bool], digest: Any) -> None:
-        """Check every row; `digest` takes in all of them."""
-        self.path = path
-        self._config, self._owner = config, owner
-        self._rows: Rows = open_rows(
-            path,
-            question_column=config.question_column,
-            answer_column=config.answer_column,
-            messages_column=config.messages_column,
-            files_column=config.files_column,
-            tests_column=config.tests_column,
-            tools=tools,
-            owner=owner,
-        )
-        hashes = array("Q")
-        for index, row in enumerate(self._rows.scan()):
-            if config.system_prompt is not None and row.messages[0].role == "system":
-                raise TaskError(
-                    f"{owner}: {path}, row {index + 1}: the messages begin with a system message, and system_prompt is"
-                    f" {config.system_prompt!r}; there is one system message. Set system_prompt=null or take the row's"
-                    " away"
-                )
-            hashes.append(_question_hash(row, config.seed))
-            said = (row.messages, row.answer, row.demonstration)
-            if row.files is not None or row.tests:
-                said = (*said, row.files, row.tests)
-            digest.update(msgspec.json.encode(said) + b"\n")
-        self.hashes: _UInt64Array = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
-
-    def row(self, index: int) -> Row:
-        """One row, proved to be the one that was checked."""
-        try:
-            row = self._rows.row(index)
-        except (OSError, TaskError) as error:
-            raise self._changed(index) from error
-        if _question_hash(row, self._config.seed) != int(self.hashes[index]):
-            raise self._changed(index)
-        return row
-
-    def _changed(self, index: int) -> TaskError:
-        return TaskError(
-            f"{self._owner}: {self.path} has changed since the run began: question {index + 1} is another. Put the file"
-            " back and go on, or start a new run"
-        )
-
-
-def _question_hash(row: Row, seed: int) -> int:
-    """64 bits of the question's text and files; runs of white space count as one space, so that copies are found."""
-    said = [(message.role, message.content) for message in row.messages] + sorted((row.files or {}).items())
-    text = "\0".join(f"{name}\0{' '.join(content.split())}" for name, content in said)
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout", salt=seed.to_bytes(16, "little"))
-    return int.from_bytes(digest.digest(), "little")

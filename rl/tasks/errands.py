@@ -19,7 +19,7 @@ from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.config import ErrandsConfig
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.tools import load_toolset
-from rollforward.rl.tasks.types import Example, Score, Split, Unscored, check_index
+from rollforward.rl.tasks.types import Example, Score, Split, Unscored, check_index, workspace_of
 from rollforward.rl.tasks.unit_tests import UnitTest, UnitTestJudge
 from rollforward.rollout.workspace import Submission, Workspace
 
@@ -152,7 +152,8 @@ class ErrandsTask:
 
     def score(self, example: Example, text: str, submission: Submission | None = None) -> Score | Unscored:
         """Judge what was submitted by the hidden tests; see `Task.score`."""
-        return self._judge(submission, self.tests(example), image=self._config.image)
+        workspace = workspace_of(example, self._config)
+        return self._judge(submission, self.tests(example), declared=self._config.submission, workspace=workspace)
 
     def _draw(self, split: Split, candidate: int) -> Errand:
         source = random.Random(derive_key("errands", self._config.seed, split, candidate))

@@ -10,8 +10,7 @@ Held-out rows are those of the questions with the smallest hashes, so no questio
 """
 
 import hashlib
-from array import array
-from pathlib import Path
+import random
 from typing import Any, cast
 
 import msgspec
@@ -32,6 +31,7 @@ from rollforward.rl.judge.types import Judgement, Opinion, Verdict, VerdictFailu
 from rollforward.rl.judge.verdict import read_value, read_verdict, worth
 from rollforward.rl.shuffle import derive_key
 from rollforward.rl.tasks.config import JudgeConfig
+from rollforward.rl.tasks.indexed_rows import IndexedRows
 from rollforward.rl.tasks.rows import Row, open_rows
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split, check_index
 from rollforward.rollout.workspace import Submission
@@ -46,6 +46,7 @@ class _Case(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     order: tuple[int, ...]
     rationale: str | None
+    guess: tuple[float, ...] | None
 
 
 class JudgeTask:
@@ -62,29 +63,26 @@ class JudgeTask:
         """Check every row and choose the held-out ones."""
         self._config = config
         self._owner = f"task {config.name}"
-        self._rows = open_rows(
-            Path(config.path),
+        opened = open_rows(
+            config.path,
             question_column=config.question_column,
             answer_column=config.answer_column,
             label_column=config.label_column,
             rationale_column=config.rationale_column,
             owner=self._owner,
         )
+        self._rows = IndexedRows(opened, str(config.path), seed=config.seed, owner=self._owner)
         digest = hashlib.blake2b(f"{config.name}/{msgspec.json.encode(config.rubric)!r}/".encode(), digest_size=16)
-        hashes = array("Q")
         for index, row in enumerate(self._rows.scan()):
             label = self._label(row, index)
-            hashes.append(self._question_hash(row))
             digest.update(msgspec.json.encode((row.messages, row.answer, label, row.rationale)) + b"\n")
-        self._hashes = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
-        by_question = np.argsort(self._hashes, kind="stable")
-        self._heldout_rows = by_question[: config.heldout_size]
-        is_kept = np.isin(self._hashes, self._hashes[self._heldout_rows])
-        self._train_rows = np.flatnonzero(~is_kept)
+        hashes = self._rows.hashes
+        self._heldout_rows = np.argsort(hashes, kind="stable")[: config.heldout_size]
+        self._train_rows = np.flatnonzero(~np.isin(hashes, hashes[self._heldout_rows]))
         if self._train_rows.size == 0 or self._heldout_rows.size < config.heldout_size:
-            num_questions = np.unique(self._hashes).size
+            num_questions = np.unique(hashes).size
             raise TaskError(
-                f"{self._owner}: {config.path} has {self._hashes.size} rows of {num_questions} questions; heldout_size"
+                f"{self._owner}: {config.path} has {hashes.size} rows of {num_questions} questions; heldout_size"
                 f" is {config.heldout_size}, and another question must be left to train on. Lower heldout_size, or add"
                 " questions"
             )
@@ -130,7 +128,7 @@ class JudgeTask:
             messages=judge_messages(rubric, case.question, case.answer, key=case.key, order=case.order),
             answer=verdict,
             effort=self._config.effort,
-            demonstration=None if case.rationale is None else (self._demonstration(case.rationale, verdict),),
+            demonstration=self._demonstration(case, verdict),
         )
 
     def score(self, example: Example, text: str, submission: Submission | None = None) -> Score:
@@ -159,20 +157,21 @@ class JudgeTask:
             opinions=(opinion,),
         )
 
-    def _demonstration(self, rationale: str, verdict: str) -> Message:
+    def _demonstration(self, case: _Case, verdict: str) -> tuple[Message] | None:
+        """What SFT shows in place of the bare verdict."""
+        if case.guess is not None:
+            guess = verdict_text(self._config.rubric, case.guess, key=case.key, order=case.order)
+            return (Message(role="assistant", content=guess),)
+        if case.rationale is None:
+            return None
         if self._config.effort == "non-think":
-            return Message(role="assistant", content=f"{rationale} {verdict}")
-        return Message(role="assistant", content=verdict, reasoning=rationale)
+            return (Message(role="assistant", content=f"{case.rationale} {verdict}"),)
+        return (Message(role="assistant", content=verdict, reasoning=case.rationale),)
 
     def _case(self, index: int, split: Split) -> _Case:
         check_index(self, index, split)
         number = int((self._train_rows if split == "train" else self._heldout_rows)[index])
-        try:
-            row = self._rows.row(number)
-        except (OSError, TaskError) as error:
-            raise self._changed(number) from error
-        if self._question_hash(row) != int(self._hashes[number]):
-            raise self._changed(number)
+        row = self._rows.row(number)
         question, answer = conversation_text(row.messages), row.answer or ""
         seed = derive_key("judge task", self._config.seed, self.name, split, index)
         return _Case(
@@ -182,7 +181,16 @@ class JudgeTask:
             key=quoting_key(seed, question, answer),
             order=criteria_order(self._config.rubric, seed),
             rationale=row.rationale,
+            guess=self._guess(derive_key("judge guess", seed)),
         )
+
+    def _guess(self, seed: int) -> tuple[float, ...] | None:
+        """A verdict that says nothing of the answer, where SFT is shown one."""
+        source = random.Random(seed)
+        if source.random() >= self._config.guess_share:
+            return None
+        bounds = [criterion.scale.bounds for criterion in self._config.rubric.criteria]
+        return tuple(float(source.randint(int(lowest), int(highest))) for lowest, highest in bounds)
 
     def _label(self, row: Row, index: int) -> tuple[float, ...]:
         """The truth by criterion."""
@@ -204,17 +212,6 @@ class JudgeTask:
         return TaskError(
             f"{self._owner}: {self._config.path}, row {index + 1}: column {self._config.label_column!r} is {shown};"
             f" {rule}. Correct the row or leave it out"
-        )
-
-    def _question_hash(self, row: Row) -> int:
-        text = "\0".join(f"{message.role}\0{' '.join(message.content.split())}" for message in row.messages)
-        salt = self._config.seed.to_bytes(16, "little")
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"judged", salt=salt).digest())
-
-    def _changed(self, row: int) -> TaskError:
-        return TaskError(
-            f"{self._owner}: {self._config.path} has changed since the run began: row {row + 1} is another. Put the"
-            " file back and go on, or start a new run"
         )
 
 

@@ -5,6 +5,7 @@ What a verifier does is in `rewards.py` and `unit_tests.py`, what a judge does i
 """
 
 import math
+import re
 from typing import Annotated
 
 import msgspec
@@ -32,6 +33,28 @@ class MathReward(
     """Seconds for one answer; its process is ended when they are over."""
 
 
+class PatternReward(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="pattern"
+):
+    """1 where a regular expression of Python's matches the whole answer, 0 elsewhere: a form, or a part of a composite
+    reward that asks for one.
+    """
+
+    pattern: str
+    """The expression, such as `[0-9]+ apples?`."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] = 5.0
+    """Seconds for one answer; its process is ended when they are over."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no expression."""
+        try:
+            re.compile(self.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"pattern is {self.pattern!r}, which is no regular expression: {error}. Correct it"
+            ) from None
+
+
 class PythonReward(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="python"
 ):
@@ -54,7 +77,7 @@ class PythonReward(
     """Seconds for starting the process and importing the file."""
 
 
-AnswerReward = ExactReward | MathReward | PythonReward
+AnswerReward = ExactReward | MathReward | PatternReward | PythonReward
 """Any verifier of what the model said. A new kind joins here and in `rewards.py`."""
 
 

@@ -1,4 +1,4 @@
-"""How the answers of a dataset are judged: exact text, mathematical equality, or a user's Python function.
+"""How the answers of a dataset are judged: exact text, mathematical equality, a pattern, or a user's Python function.
 
 Hidden tests of what was left in a sandbox are in `unit_tests.py`.
 
@@ -24,7 +24,7 @@ from typing import Final
 
 from rollforward.rl.errors import RewardError
 from rollforward.rl.tasks.answers import read_answer
-from rollforward.rl.tasks.reward_config import AnswerReward, ExactReward, MathReward, PythonReward
+from rollforward.rl.tasks.reward_config import AnswerReward, ExactReward, MathReward, PatternReward, PythonReward
 from rollforward.rl.tasks.reward_process import Deadline, Died, Raised, Result, RewardProcess, Value
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
@@ -33,7 +33,8 @@ Judge = Callable[[str, str | None, str], Score | Unscored]
 """(question, right answer, what the model said in its last turn, after `<think>` where it reasons) -> its worth."""
 
 _MATH_FILE: Final = Path(__file__).with_name("math_answers.py")
-_MATH_START_TIMEOUT_S: Final = 120.0
+_PATTERN_FILE: Final = Path(__file__).with_name("pattern_answers.py")
+_START_TIMEOUT_S: Final = 120.0
 _COMPUTING_SHARE: Final = 0.1  # a busy machine may leave a process no more; an honest call needs far less
 
 
@@ -53,6 +54,8 @@ def build_judge(reward: AnswerReward, *, max_answer_chars: int, owner: str) -> J
             return ExactJudge(reward, max_answer_chars)
         case MathReward():
             return MathJudge(reward, max_answer_chars, owner)
+        case PatternReward():
+            return PatternJudge(reward, max_answer_chars, owner)
         case PythonReward():
             return PythonJudge(reward, owner)
 
@@ -85,7 +88,7 @@ class MathJudge:
         self._max_answer_chars = max_answer_chars
         self._owner = owner
         self._process = RewardProcess(
-            _MATH_FILE, "equality", timeout_s=reward.timeout_s, start_timeout_s=_MATH_START_TIMEOUT_S, owner=owner
+            _MATH_FILE, "equality", timeout_s=reward.timeout_s, start_timeout_s=_START_TIMEOUT_S, owner=owner
         )
 
     def __call__(self, question: str, answer: str | None, text: str) -> Score | Unscored:
@@ -96,6 +99,25 @@ class MathJudge:
         if given == (answer or "").strip():
             return _score(1.0)
         result = self._process.call(question, answer, given)
+        return _score(result.value) if isinstance(result, Value) else _without_value(result, self._owner)
+
+
+class PatternJudge:
+    """Matches a pattern, in a process of its own: there are texts with which an expression is never done."""
+
+    def __init__(self, reward: PatternReward, max_answer_chars: int, owner: str) -> None:
+        """Start the process."""
+        self._pattern, self._max_answer_chars, self._owner = reward.pattern, max_answer_chars, owner
+        self._process = RewardProcess(
+            _PATTERN_FILE, "matches", timeout_s=reward.timeout_s, start_timeout_s=_START_TIMEOUT_S, owner=owner
+        )
+
+    def __call__(self, question: str, answer: str | None, text: str) -> Score | Unscored:
+        """Judge one answer."""
+        given, failure = read_answer(text, self._max_answer_chars)
+        if failure is not None:
+            return Score(value=0.0, reason=failure)
+        result = self._process.call(question, self._pattern, given)
         return _score(result.value) if isinstance(result, Value) else _without_value(result, self._owner)
 
 

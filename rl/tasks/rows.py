@@ -1,8 +1,9 @@
-"""The rows of a user's file: checked at the start, read one at a time, never all of them in Python objects.
+"""The rows of a user's file, or made here: checked at the start, read one at a time, never all of them in Python
+objects.
 
 A .jsonl file stays on disk: its index is one offset a row, and a row is read and decoded when it is asked for. The
-columns of a .parquet file, which cannot be read a row at a time, are held as Arrow buffers. Which rows are trained on
-and which are held out is in `dataset.py`.
+columns of a .parquet file, which cannot be read a row at a time, are held as Arrow buffers. A hash of every
+row's question is in `indexed_rows.py`.
 """
 
 import difflib
@@ -15,6 +16,7 @@ import msgspec
 
 from rollforward.model.messages import Message
 from rollforward.rl.errors import TaskError
+from rollforward.rl.tasks.evens import Evens
 from rollforward.rl.tasks.unit_tests import UnitTest, check_tests
 
 _BOM: Final = b"\xef\xbb\xbf"
@@ -43,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rows(Protocol):
-    """Rows of one file. Every row that `scan` gives is checked."""
+    """Rows of one source. Every row that `scan` gives is checked."""
 
     def scan(self) -> Iterator[Row]:
         """All rows in order, one at a time.
@@ -59,7 +61,7 @@ class Rows(Protocol):
 
 
 def open_rows(
-    path: Path,
+    source: str | Evens,
     *,
     question_column: str,
     answer_column: str | None,
@@ -71,10 +73,10 @@ def open_rows(
     tools: Mapping[str, bool] | None = None,
     owner: str,
 ) -> Rows:
-    """The rows of a file, of the format that its name ends with.
+    """The rows of a file, of the format that its name ends with, or rows that are made here.
 
     Args:
-        path: .jsonl or .parquet.
+        source: path of a .jsonl or .parquet file, or how rows are made.
         question_column, answer_column, messages_column, files_column, tests_column, label_column, rationale_column:
             where question, answer, turns to learn from, files, hidden tests, labels and their reasons are; None where
             the file has none.
@@ -84,10 +86,6 @@ def open_rows(
     Raises:
         TaskError: the file is absent, of another format, or has not the columns (the message names the nearest).
     """
-    if not path.is_file():
-        raise TaskError(
-            f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"
-        )
     settings = {
         "question_column": question_column,
         "answer_column": answer_column,
@@ -97,7 +95,14 @@ def open_rows(
         "label_column": label_column,
         "rationale_column": rationale_column,
     }
-    columns = _Columns(path, settings, tools or {}, owner)
+    if isinstance(source, Evens):
+        return MadeRows(_Columns(Path(), settings, tools or {}, owner, str(source)), source)
+    path = Path(source)
+    if not path.is_file():
+        raise TaskError(
+            f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"
+        )
+    columns = _Columns(path, settings, tools or {}, owner, source)
     match path.suffix.lower():
         case ".jsonl":
             return JsonlRows(columns)
@@ -113,8 +118,10 @@ def open_rows(
 class _Columns:
     """Names of the columns, and what is done with their values, whatever the format."""
 
-    def __init__(self, path: Path, settings: Mapping[str, str | None], tools: Mapping[str, bool], owner: str) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, settings: Mapping[str, str | None], tools: Mapping[str, bool], owner: str, place: str
+    ) -> None:
+        self.path, self._place = path, place
         self.question = settings["question_column"] or ""
         self.answer, self.turns = settings["answer_column"], settings["messages_column"]
         self.files, self.tests = settings["files_column"], settings["tests_column"]
@@ -128,16 +135,14 @@ class _Columns:
         return list(self._settings)
 
     def fault(self, what: str, row: int | None = None) -> TaskError:
-        """An error about this file, or about one row of it, counted from 1 as editors do."""
-        place = str(self.path) if row is None else f"{self.path}, row {row + 1}"
+        """An error about this source, or about one row of it, counted from 1 as editors do."""
+        place = self._place if row is None else f"{self._place}, row {row + 1}"
         return TaskError(f"{self._owner}: {place}: {what}")
 
     def absent(self, column: str, have: list[str], row: int | None = None) -> TaskError:
         close = difflib.get_close_matches(column, have, n=1, cutoff=0.5)
         found = f"the nearest is {close[0]!r}" if close else f"it has {', '.join(map(repr, have)) or 'none'}"
-        return self.fault(
-            f"there is no column {column!r}; {found}. Set {self._settings[column]} to a column of the file", row
-        )
+        return self.fault(f"there is no column {column!r}; {found}. Set {self._settings[column]} to one of them", row)
 
     def read(self, values: dict[str, Any], row: int) -> Row:
         """The checked row of these values.
@@ -271,6 +276,30 @@ class _Columns:
             f"column {column!r} is {_shown(value)}, of type {kind}; it must be {rule}. Correct the row or leave it out",
             row,
         )
+
+
+class MadeRows:
+    """Rows that are made when they are asked for."""
+
+    def __init__(self, columns: _Columns, made: Evens) -> None:
+        """Keep how.
+
+        Raises:
+            TaskError: a column is asked for that they have not.
+        """
+        self._columns, self._made = columns, made
+        have = list(made.values(0))
+        for name in columns.names:
+            if name not in have:
+                raise columns.absent(name, have)
+
+    def scan(self) -> Iterator[Row]:
+        """All rows; see `Rows.scan`."""
+        return map(self.row, range(self._made.rows))
+
+    def row(self, index: int) -> Row:
+        """One row."""
+        return self._columns.read(self._made.values(index), index)
 
 
 class JsonlRows:

@@ -75,6 +75,12 @@ def check_index(task: "Task", index: int, split: Split) -> None:
         raise IndexError(f"task {task.name}: index {index} is outside the {split} split, 0 ... {task.size(split) - 1}")
 
 
+def workspace_of(example: Example, options: TaskOptions) -> Workspace:
+    """Return what the sandbox of a completion begins with, where it keeps one: with what `prepare` left."""
+    workspace = Workspace(image=options.image) if example.workspace is None else example.workspace
+    return msgspec.structs.replace(workspace, prepare=options.prepare) if options.prepare else workspace
+
+
 class PartScore(msgspec.Struct, frozen=True, kw_only=True):
     """What one part of a reward says about one answer."""
 

@@ -4,9 +4,10 @@
                                  ^           --test 2-->
                            a test's own files
 
-A fresh sandbox holds the declared files and nothing else: no process, no variable and no other file of the policy's
-comes with them. The tests of one submission share it, in order, so a test may find what earlier ones left behind; one
-that ends the sandbox, or makes room or paths unusable, costs itself alone, because the next gets a fresh one.
+A fresh sandbox holds the declared files and nothing else, or, where the task has `prepare`, these in the state with
+which the completion began: no process, no variable and no other file of the policy's comes with them. The tests of one
+submission share it, in order, so a test may find what earlier ones left behind; one that ends the sandbox, or makes
+room or paths unusable, costs itself alone, because the next gets a fresh one (`bench.py`).
 
 What a test compares with never enters a sandbox: a program that is given its input can compute the answer or not, but
 there is nothing to read it from. A test that is a script is weaker. Its text, expected values included, lies in the
@@ -19,7 +20,7 @@ policy learns.
 | wrong output, exit status, deadline, out of memory, disk full| the test is failed                      |
 | no declared file was left                                    | 0, `empty`                              |
 | the sandbox could not be made, died, or was lost             | all again, then no score, `infra`       |
-| the files do not go into a fresh sandbox                     | no score, `data`                        |
+| files or `prepare` do not go into a fresh sandbox            | no score, `data`                        |
 
 Tests are a function of the submission, so running them again is safe. A submission that ended its sandbox from inside
 every time, without using up its memory, would be an infra failure: nothing inside is meant to be able to.
@@ -27,32 +28,22 @@ every time, without using up its memory, would be an infra failure: nothing insi
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
 
+from rollforward.rl.tasks.bench import Bench, BenchLostError, UnfitError
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.reward_config import UnitTestReward
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
 from rollforward.rollout.types import FailureType
-from rollforward.rollout.workspace import Submission
-from rollforward.sandbox.client import Sandbox, SandboxClient
-from rollforward.sandbox.config import ContainerConfig, KeptSubstrate, Limits
-from rollforward.sandbox.errors import (
-    SandboxBusyError,
-    SandboxConnectionError,
-    SandboxFileError,
-    SandboxGoneError,
-    SandboxUnavailableError,
-)
+from rollforward.rollout.workspace import Submission, Workspace
+from rollforward.sandbox.client import SandboxClient
+from rollforward.sandbox.config import ContainerConfig, KeptSubstrate
 from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec
 
-_BLOCK_BYTES: Final = 4096
-"""A file takes whole blocks."""
-_LOST: Final = (SandboxBusyError, SandboxConnectionError, SandboxGoneError, SandboxUnavailableError)
-_INFRA: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD, ExecStatus.KILLED)
-
+_NOTHING: Final = Workspace()
 _RUN_SCRIPT: Final = """\
 import json, os, sys
 def run():
@@ -118,47 +109,49 @@ class UnitTestJudge:
         self._reward, self._grader, self._owner = reward, grader, owner
         self._substrate: KeptSubstrate = substrate
 
-    def __call__(self, submission: Submission | None, tests: Sequence[UnitTest], *, image: str) -> Score | Unscored:
+    def __call__(
+        self,
+        submission: Submission | None,
+        tests: Sequence[UnitTest],
+        *,
+        declared: Sequence[str] = (),
+        workspace: Workspace = _NOTHING,
+    ) -> Score | Unscored:
         """Judge one submission.
 
         Args:
             submission: what was left; None where nothing can have been.
             tests: at least one.
-            image: what the sandbox is made of.
+            declared: paths that a submission can have.
+            workspace: what the completion's sandbox began with: its image and `prepare` are the tests' too.
         """
         if submission is None or not submission.files:
             return Score(value=0.0, reason=ScoreReason.EMPTY)
-        files = submission.files
-        verdicts = self._grader.run(lambda client, config: self._judge(client, config, files, tests, image))
+
+        async def judge(client: SandboxClient, config: ContainerConfig) -> "list[_Verdict] | Unscored":
+            limits = config.limits if self._reward.limits is None else self._reward.limits
+            spec = SandboxSpec(substrate=self._substrate, image=workspace.image, limits=limits)
+            lost = ""
+            for _ in range(config.attempts):
+                bench = Bench(client, config, spec, submission=submission, declared=declared, workspace=workspace)
+                try:
+                    await bench.open()
+                    return [await self._run(bench, test) for test in tests]
+                except BenchLostError as error:
+                    lost = str(error)
+                except UnfitError as error:
+                    return Unscored(failure=FailureType.DATA, detail=f"{self._owner}: {error}")
+                finally:
+                    await bench.close()
+            return Unscored(
+                failure=FailureType.INFRA,
+                detail=f"{self._owner}: the tests failed as infra {config.attempts} times: {lost}",
+            )
+
+        verdicts = self._grader.run(judge)
         return verdicts if isinstance(verdicts, Unscored) else self._score(verdicts)
 
-    async def _judge(
-        self,
-        client: SandboxClient,
-        config: ContainerConfig,
-        files: Mapping[str, bytes],
-        tests: Sequence[UnitTest],
-        image: str,
-    ) -> "list[_Verdict] | Unscored":
-        limits = _beside(files, config.limits if self._reward.limits is None else self._reward.limits)
-        lost = ""
-        for _ in range(config.attempts):
-            bench = _Bench(client, SandboxSpec(substrate=self._substrate, image=image, limits=limits), files)
-            try:
-                return [await self._run(bench, test) for test in tests]
-            except _LostError as error:
-                lost = str(error)
-            except SandboxFileError as error:
-                detail = f"{self._owner}: files cannot be put into a fresh sandbox: {error}"
-                return Unscored(failure=FailureType.DATA, detail=detail)
-            finally:
-                await bench.close()
-        return Unscored(
-            failure=FailureType.INFRA,
-            detail=f"{self._owner}: the tests failed as infra {config.attempts} times: {lost}",
-        )
-
-    async def _run(self, bench: "_Bench", test: UnitTest) -> "_Verdict":
+    async def _run(self, bench: Bench, test: UnitTest) -> "_Verdict":
         word = secrets.token_hex(16)
         timeout_s = self._reward.timeout_s if test.timeout_s is None else test.timeout_s
         request = ExecRequest(argv=test.argv, stdin=test.stdin.encode(), wall_s=timeout_s)
@@ -182,85 +175,6 @@ class UnitTestJudge:
 
 
 _Verdict = Literal["passed", "failed", "timeout"]
-
-
-class _LostError(Exception):
-    """The platform failed a test; all of them may be run again."""
-
-
-class _Bench:
-    """The sandbox that the tests of one submission run in, replaced when a test has made it unusable."""
-
-    def __init__(self, client: SandboxClient, spec: SandboxSpec, files: Mapping[str, bytes]) -> None:
-        self._client, self._spec, self._files = client, spec, files
-        self._sandbox: Sandbox | None = None
-        self._num_run = 0  # in this sandbox
-
-    async def run(self, files: Mapping[str, bytes], request: ExecRequest) -> ExecResult:
-        """Put files there and run a command.
-
-        Raises:
-            _LostError: the platform failed.
-            SandboxFileError: the files do not go into a fresh sandbox.
-        """
-        while True:
-            result = await self._attempt(files, request)
-            if result is not None:
-                return result
-
-    async def close(self) -> None:
-        """Let go of the sandbox; a lease ends what cannot be told so."""
-        sandbox, self._sandbox, self._num_run = self._sandbox, None, 0
-        if sandbox is not None:
-            try:
-                await sandbox.close()
-            except _LOST:
-                return
-
-    async def _attempt(self, files: Mapping[str, bytes], request: ExecRequest) -> ExecResult | None:
-        """None: a used sandbox did not take the test, which did not run; the next attempt has a fresh one."""
-        was_used = self._num_run > 0
-        try:
-            if self._sandbox is None:
-                self._sandbox = await self._client.create(f"tests-{secrets.token_hex(12)}", self._spec)
-                await self._sandbox.upload(self._files)
-            if files:
-                await self._sandbox.upload(files)
-            self._num_run += 1
-            result = await self._sandbox.exec(request, key=f"t{self._num_run}c0")
-        except SandboxFileError:
-            if not was_used:
-                raise
-            await self.close()
-            return None
-        except SandboxGoneError as error:  # before the command reached it
-            if not was_used:
-                raise _LostError(str(error)) from error
-            await self.close()
-            return None
-        except _LOST as error:
-            raise _LostError(str(error)) from error
-        if result.status in _INFRA:
-            raise _LostError(result.detail or str(result.status))
-        return result
-
-
-def _beside(files: Mapping[str, bytes], limits: Limits) -> Limits:
-    """Limits with room for a submission beside what they give, so that none is so large that a test does not fit.
-
-    Rounded up to powers of two: sandboxes that are kept ready are of few kinds.
-    """
-    blocks = sum(-(-len(data) // _BLOCK_BYTES) for data in files.values())
-    names = sum(path.count("/") + 1 for path in files)
-    return msgspec.structs.replace(
-        limits,
-        disk_bytes=limits.disk_bytes + _BLOCK_BYTES * _power_of_two(blocks),
-        files=limits.files + _power_of_two(names),
-    )
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << max((least - 1).bit_length(), 4)
 
 
 def check_tests(value: object) -> tuple[UnitTest, ...]:

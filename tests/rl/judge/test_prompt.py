@@ -25,7 +25,7 @@ from rollforward.rl.judge.prompt import (
 )
 from rollforward.rl.judge.types import VerdictFailure
 from rollforward.rl.judge.verdict import read_verdict
-from tests.helpers.judging import ATTACKS
+from rollforward.rl.tasks.evens import ATTACKS
 
 RUBRIC = Rubric(
     preamble="Answers are of a child.",

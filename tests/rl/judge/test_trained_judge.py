@@ -22,7 +22,7 @@ from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_recovery import recover
 from rollforward.rollout.weights import read_published, version_directory
 from tests.helpers.crashes import CrashError, crash_at
-from tests.helpers.judging import train_judge, write_answers, write_evens
+from tests.helpers.judging import train_judge
 from tests.helpers.runs import LocalRollout, build_controller, small_run
 
 CRITERIA = [{"name": "right", "text": "The number is even."}]
@@ -30,20 +30,14 @@ WAL = {"level": "process"}
 
 
 class Taught:
-    """A model and the files of its tasks."""
+    """A model and its tasks."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)
-        write_evens(directory / "judged.jsonl", count=4000, seed=0)
-        write_evens(directory / "few_judged.jsonl", count=700, seed=2)
-        write_answers(directory / "asked.jsonl", count=700, seed=1)
-        (directory / "even.py").write_text(
-            "def score(question, answer, text):\n    return float(text.strip().isdecimal() and int(text) % 2 == 0)\n"
-        )
         self.judging: dict[str, Any] = {
             "type": "judge",
             "name": "judging",
-            "path": str(directory / "judged.jsonl"),
+            "path": {"type": "evens", "rows": 4000},
             "rubric": {"criteria": CRITERIA},
             "heldout_size": 200,
             "max_new_tokens": 24,
@@ -54,18 +48,18 @@ class Taught:
             "judgements": 2,
             "retries": 1,
             "max_verdict_tokens": 24,
-            "audit": {"type": "python", "file": str(directory / "even.py")},
+            "audit": {"type": "pattern", "pattern": "[0-9]*[02468]"},
         }
         self.evens: dict[str, Any] = {
             "type": "dataset",
             "name": "evens",
-            "path": str(directory / "asked.jsonl"),
+            "path": {"type": "evens", "rows": 700, "seed": 1},
             "reward": self.rubric,
             "heldout_size": 200,
             "max_new_tokens": 4,
         }
         judge_dir = train_judge(directory / "judge", [self.judging], steps=130)
-        self.judging["path"] = str(directory / "few_judged.jsonl")
+        self.judging["path"] = {"type": "evens", "rows": 700, "seed": 2}
         both = [self.judging, self.evens]
         self.model_dir = train_judge(directory / "both", both, steps=40, start=judge_dir, lr=3e-3)
 
@@ -224,7 +218,7 @@ def test_a_run_that_dies_while_it_judges_ends_with_the_same_weights(
 
 @pytest.mark.slow
 def test_a_policy_learns_what_the_rubric_asks_for(taught: Taught, tmp_path: Path) -> None:
-    """From the word of a judge alone; whether numbers are even is asked of Python, for comparison. Prints its row of
+    """From the word of a judge alone; whether numbers are even is asked of a pattern, for comparison. Prints its row of
     docs/benchmarks.md."""
     named = {"type": "model", "model_dir": str(taught.model_dir), "precision": "fp32"}
     run = small_run(

@@ -53,7 +53,7 @@ def judged(
 ) -> Score | Unscored:
     judge = UnitTestJudge(reward or UnitTestReward(timeout_s=10.0), grader, owner="task mine")
     submission = Submission(files={path: text.encode() for path, text in files.items()})
-    return judge(submission, msgspec.convert(tests, tuple[UnitTest, ...]), image="host")
+    return judge(submission, msgspec.convert(tests, tuple[UnitTest, ...]))
 
 
 def value(score: Score | Unscored) -> float:

@@ -233,10 +233,9 @@ def test_no_submission_escapes_its_verdict(transport: LocalTransport) -> None:
     judge = UnitTestJudge(UnitTestReward(timeout_s=2.0), grader, owner="task attacked")
     try:
         found = {
-            name: judge(Submission(files={"solve.py": text.encode()}), tests, image="host")
-            for name, text in SUBMISSIONS.items()
+            name: judge(Submission(files={"solve.py": text.encode()}), tests) for name, text in SUBMISSIONS.items()
         }
-        honest = judge(Submission(files={"solve.py": b"print('expected-7f3a')"}), tests, image="host")
+        honest = judge(Submission(files={"solve.py": b"print('expected-7f3a')"}), tests)
     finally:
         grader.close()
     assert {name: score for name, score in found.items() if not (isinstance(score, Score) and score.value == 0.0)} == {}
@@ -250,9 +249,7 @@ def test_no_submission_is_so_large_that_it_gets_no_verdict(transport: LocalTrans
     judge = UnitTestJudge(UnitTestReward(timeout_s=5.0), grader, owner="task attacked")
     try:
         large = b"#" * (CONFIG.limits.disk_bytes - (16 << 10))
-        found = judge(
-            Submission(files={"solve.py": large}), msgspec.convert([test], tuple[UnitTest, ...]), image="host"
-        )
+        found = judge(Submission(files={"solve.py": large}), msgspec.convert([test], tuple[UnitTest, ...]))
     finally:
         grader.close()
     assert isinstance(found, Score), found

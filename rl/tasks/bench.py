@@ -1,0 +1,198 @@
+"""The sandbox that the hidden tests of one submission run in, replaced when a test has made it unusable.
+
+    nothing, or the state that `prepare` left --> the submission's files in, declared ones that it lacks out --> tests
+
+| substrate        | the state that `prepare` left                                                                   |
+|------------------|-------------------------------------------------------------------------------------------------|
+| containers       | the very one that the completion began with: its files                                          |
+| virtual machines | that of the same commands in a machine of the tests' own limits, made once for all submissions  |
+|                  | of a step that began alike: a machine goes on only as it was                                    |
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rollforward.rollout.workspace import Submission, Workspace
+from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.config import ContainerConfig, Limits
+from rollforward.sandbox.errors import (
+    CommandLogError,
+    SandboxBusyError,
+    SandboxConnectionError,
+    SandboxFileError,
+    SandboxGoneError,
+    SandboxUnavailableError,
+)
+from rollforward.sandbox.prepared import Preparation, read_prepared
+from rollforward.sandbox.tenancy import LostError, UnfitFilesError, in_thread
+from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec, Snapshot, SnapshotKind
+
+_BLOCK_BYTES: Final = 4096
+"""A file takes whole blocks."""
+_MEMBER_BYTES: Final = 512
+"""What a file has at least in a state of files, which is a tar."""
+_LOST: Final = (SandboxBusyError, SandboxConnectionError, SandboxGoneError, SandboxUnavailableError)
+_INFRA: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD, ExecStatus.KILLED)
+
+
+class BenchLostError(Exception):
+    """The platform failed a test; all of them may be run again."""
+
+
+class UnfitError(Exception):
+    """What the tests begin with cannot be in a sandbox; the message says why."""
+
+
+class Bench:
+    """Runs the tests of one submission, in order, in as few sandboxes as they leave usable."""
+
+    def __init__(
+        self,
+        client: SandboxClient,
+        config: ContainerConfig,
+        spec: SandboxSpec,
+        *,
+        submission: Submission,
+        declared: Sequence[str],
+        workspace: Workspace,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            client: makes sandboxes.
+            config: patience.
+            spec: of the sandbox, without room for what it begins with.
+            submission: what is tested.
+            declared: paths that a submission can have.
+            workspace: what the completion's sandbox began with.
+        """
+        self._client, self._config = client, config
+        self._spec, self._submission, self._workspace = spec, submission, workspace
+        self._absent = [path for path in declared if path not in submission.files] if workspace.prepare else []
+        self._snapshot: Snapshot | None = None
+        self._sandbox: Sandbox | None = None
+        self._num_run = 0  # in this sandbox
+
+    async def open(self) -> None:
+        """Find or make the state that its sandboxes begin with.
+
+        Raises:
+            BenchLostError: the platform failed.
+            UnfitError: its commands or files failed.
+        """
+        files = self._submission.files
+        if self._workspace.prepare:
+            self._snapshot = await self._prepared(_with_room(self._spec, files))
+        is_files = self._snapshot is not None and self._snapshot.kind is SnapshotKind.FILES
+        self._spec = _with_room(self._spec, files, state=self._snapshot.data if self._snapshot and is_files else b"")
+
+    async def run(self, files: Mapping[str, bytes], request: ExecRequest) -> ExecResult:
+        """Put a test's files there and run its command.
+
+        Raises:
+            BenchLostError: the platform failed.
+            UnfitError: the files do not go into a fresh sandbox.
+        """
+        while True:
+            result = await self._attempt(files, request)
+            if result is not None:
+                return result
+
+    async def close(self) -> None:
+        """Let go of the sandbox; a lease ends what cannot be told so."""
+        sandbox, self._sandbox, self._num_run = self._sandbox, None, 0
+        if sandbox is not None:
+            try:
+                await sandbox.close()
+            except _LOST:
+                return
+
+    async def _prepared(self, spec: SandboxSpec) -> Snapshot:
+        """The state that `prepare` left, for a sandbox of this spec."""
+        begun = self._submission.begun_with
+        if begun is None:
+            raise BenchLostError("nobody knows the prepared state that the completion began with")
+        directory, record = Path(begun.directory), begun.record
+        try:
+            if record.kind is SnapshotKind.MACHINE:
+                workspace = self._workspace
+                preparation = Preparation(
+                    self._client,
+                    directory,
+                    spec=spec,
+                    files=workspace.files,
+                    commands=workspace.prepare,
+                    config=self._config,
+                    sync=False,  # whoever comes after a power cut makes it again
+                )
+                record = await preparation.record()
+            return await in_thread(lambda: read_prepared(directory, record))
+        except UnfitFilesError as error:
+            raise UnfitError(str(error)) from error
+        except (LostError, CommandLogError, *_LOST) as error:
+            raise BenchLostError(str(error)) from error
+
+    async def _attempt(self, files: Mapping[str, bytes], request: ExecRequest) -> ExecResult | None:
+        """None: a used sandbox did not take the test, which did not run; the next attempt has a fresh one."""
+        was_used = self._num_run > 0
+        try:
+            if self._sandbox is None:
+                await self._make()
+            assert self._sandbox is not None
+            if files:
+                await self._sandbox.upload(files)
+            self._num_run += 1
+            result = await self._sandbox.exec(request, key=f"t{self._num_run}c0")
+        except SandboxFileError as error:
+            if not was_used:
+                raise UnfitError(f"files cannot be put into a fresh sandbox: {error}") from error
+            await self.close()
+            return None
+        except SandboxGoneError as error:  # before the command reached it
+            if not was_used:
+                raise BenchLostError(str(error)) from error
+            await self.close()
+            return None
+        except _LOST as error:
+            raise BenchLostError(str(error)) from error
+        if result.status in _INFRA:
+            raise BenchLostError(result.detail or str(result.status))
+        return result
+
+    async def _make(self) -> None:
+        """A sandbox with the submission in it."""
+        self._sandbox = await self._client.create(f"tests-{secrets.token_hex(12)}", self._spec, snapshot=self._snapshot)
+        if self._absent:
+            # What a completion took away must not come back with the state that it began with.
+            result = await self._sandbox.exec(ExecRequest(argv=("rm", "-rf", "--", *self._absent)), key="t0c0")
+            if result.status in (ExecStatus.EXIT, ExecStatus.TIMEOUT):
+                said = result.stderr.decode("utf-8", "replace").strip()
+                raise UnfitError(f"files that were not submitted cannot be removed: {said or result.status}")
+            if result.status is not ExecStatus.OK:
+                raise BenchLostError(result.detail or str(result.status))
+        await self._sandbox.upload(self._submission.files)
+
+
+def _with_room(spec: SandboxSpec, files: Mapping[str, bytes], state: bytes = b"") -> SandboxSpec:
+    """A spec with room for what tests begin with beside its limits, so that nothing is so large that a test does not
+    fit.
+
+    Rounded up to powers of two: sandboxes that are kept ready, and prepared machines, are of few kinds.
+    """
+    blocks = sum(-(-len(data) // _BLOCK_BYTES) for data in files.values()) + -(-len(state) // _BLOCK_BYTES)
+    names = sum(path.count("/") + 1 for path in files) + len(state) // _MEMBER_BYTES
+    limits = spec.limits
+    roomy: Limits = msgspec.structs.replace(
+        limits,
+        disk_bytes=limits.disk_bytes + _BLOCK_BYTES * _power_of_two(blocks),
+        files=limits.files + _power_of_two(names),
+    )
+    return msgspec.structs.replace(spec, limits=roomy)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max((least - 1).bit_length(), 4)
