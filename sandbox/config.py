@@ -120,7 +120,8 @@ class ContainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     the start. true: it is said what is not enforced, and the run goes on.
     """
     keep_log_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 30
-    """Command logs of steps that a checkpoint covers are kept up to so many bytes, the newest first."""
+    """Command logs of steps that a checkpoint covers are kept up to so many bytes, the newest first; and as many bytes
+    of the states that `prepare` left, without which a log can be read and not be done again."""
     inject_failures: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
     """Share of completions whose sandbox is killed at a command of theirs, both chosen by the request's seed: a drill
     of what infra failures do to a run. 0 in earnest.
