@@ -89,14 +89,21 @@ def test_streams_are_four_of_bfloat16_on_a_gpu(op):
         call(op, narrow)
 
 
-def test_all_lie_on_the_streams_gpu():
-    streams = torch.empty(1, device="meta")
+class _OnGpu:
+    """As much of a tensor as is looked at."""
 
-    class OnGpu:
-        is_cuda, device = True, torch.device("cuda", 1)
+    is_cuda = True
 
-    with pytest.raises(DeviceError, match="op: fn_XJ is on meta and streams_TMD on cuda:1"):
-        mix_sweep.check_device("op", OnGpu(), base_X=OnGpu(), fn_XJ=streams)
+    def __init__(self, number: int) -> None:
+        self.device = torch.device("cuda", number)
+
+
+@pytest.mark.parametrize(("other", "place"), [(torch.empty(1), "cpu"), (_OnGpu(0), "cuda:0")])
+def test_all_lie_on_the_streams_gpu(other, place):
+    streams = _OnGpu(1)
+    mix_sweep.check_device("op", streams, base_X=_OnGpu(1))
+    with pytest.raises(DeviceError, match=f"op: fn_XJ is on {place} and streams_TMD on cuda:1"):
+        mix_sweep.check_device("op", streams, base_X=_OnGpu(1), fn_XJ=other)
 
 
 @pytest.fixture
