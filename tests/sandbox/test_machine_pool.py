@@ -1,5 +1,5 @@
-"""Proves: machines are had through a supervisor as containers are: keys, warm ones, what isolates them, closing; and
-when it is killed none is left.
+"""Proves: machines are had through a supervisor as containers are: keys, warm ones, what isolates them, closing; many
+are forked at once, of their kind or of one that runs, and share nothing; and when it is killed none is left.
 """
 
 import asyncio
@@ -8,10 +8,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollforward.sandbox.client import SandboxClient
-from rollforward.sandbox.config import Limits
+from rollforward.sandbox.config import KeptSubstrate, Limits
 from rollforward.sandbox.errors import SandboxGoneError
 from rollforward.sandbox.launch import LocalTransport
 from rollforward.sandbox.types import ExecStatus, SandboxSpec
@@ -53,6 +54,39 @@ def test_machines_are_had_as_containers_are(stage: Stage) -> None:
                 await sh(first, "true")
             stage.look()
             await again.close()
+            assert (await settled(client)).held == 0
+
+    asyncio.run(go())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["microvm", "fullvm"])
+def test_thirty_are_forked_at_once_and_share_nothing(stage: Stage, kind: KeptSubstrate) -> None:
+    spec = msgspec.structs.replace(SPEC, substrate=kind)
+    settings = config(warm=0, create_timeout_s=300.0)
+
+    async def go() -> None:
+        async with SandboxClient([LocalTransport(stage.name, settings)], settings, owner="test") as client:
+            made = await asyncio.gather(*(client.create(f"m{n}", spec) for n in range(30)))
+            assert (await client.stats()).held == 30
+            drawn = "head -c 16 /dev/urandom | od -An -tx1"
+            said = await asyncio.gather(
+                *(sh(one, f"ls; echo {n} > n; sleep 0.5; cat n; {drawn}", wall_s=250.0) for n, one in enumerate(made))
+            )
+            assert [result.text().split("\n")[0] for result in said] == [str(n) for n in range(30)]
+            assert len({result.text() for result in said}) == 30
+            assert len({result.text().split("\n", 1)[1] for result in said}) == 30, "they drew the same numbers"
+            await asyncio.gather(*(one.close() for one in made[1:]))
+            # And of one that runs, with what it has.
+            forks = await asyncio.gather(*(made[0].fork(f"f{n}", max_bytes=1 << 29) for n in range(6)))
+            said = await asyncio.gather(
+                *(sh(one, f"cat n; echo f{n} >> n; cat n", wall_s=250.0) for n, one in enumerate(forks))
+            )
+            assert [result.text() for result in said] == [f"0\n0\nf{n}\n" for n in range(6)]
+            assert (await sh(made[0], "cat n")).text() == "0\n"
+            stage.look()
+            await asyncio.gather(*(one.close() for one in (made[0], *forks)))
             assert (await settled(client)).held == 0
 
     asyncio.run(go())
