@@ -7,8 +7,8 @@ Its request, in place of an agent's:
 and the descriptors: those that it is handed, which become 3, 4, 5 and so on; one that becomes its standard error; then
 files to write "0" into, which put the writer into its control groups. It sees what the image `host` shows, read-only,
 and a /tmp of a few kilobytes; it is nobody, has no capability and gets none, and no environment. It is the first
-process of its PID namespace: with it all ends. That includes the attempt to make a file longer than `file_bytes`, which
-no machine needs.
+process of its PID namespace: with it all ends. No file that it writes gets longer than `file_bytes`, which is more than
+its machine needs: the attempt fails.
 """
 
 import fcntl
