@@ -27,6 +27,8 @@ from rollforward.sandbox.errors import SandboxUnavailableError
 CACHE: Final = Path.home() / ".cache" / "rollforward" / "vm"
 _DIGESTS: Final = "DIGESTS"
 _KEEP_UNUSED_S: Final = 2 * 86400.0
+_UNLOCKED_S: Final = 60.0
+"""Whoever makes one has its lock sooner."""
 
 _held: dict[Path, int] = {}
 """Descriptors of the directories that this process was given, which hold their locks."""
@@ -89,7 +91,9 @@ def kept_digest(path: Path) -> str:
 def _make(kind: str, home: Path, make: Callable[[Path], None]) -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=CACHE))
+    lock = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
         make(scratch)
         digests = {str(path.relative_to(scratch)): file_digest(path) for path in _files(scratch)}
         for path in _files(scratch):
@@ -102,6 +106,7 @@ def _make(kind: str, home: Path, make: Callable[[Path], None]) -> None:
         if not _is_whole(home):
             raise OSError(0, "it is damaged, and is in use")
     finally:
+        os.close(lock)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -134,11 +139,11 @@ def _files(home: Path) -> list[Path]:
 
 
 def _forget_unused(kind: str, but: Path) -> None:
-    """Remove others of the kind that nobody has asked for in two days, and what a killed process has left."""
-    for pattern in (f"{kind}-*", f".{kind}-*"):
+    """Remove others of the kind that nobody has asked for in two days, and what a killed process has left half made."""
+    for pattern, unused_s in ((f"{kind}-*", _KEEP_UNUSED_S), (f".{kind}-*", _UNLOCKED_S)):
         for path in CACHE.glob(pattern):
             with contextlib.suppress(OSError):
-                if path != but and time.time() - path.stat().st_mtime > _KEEP_UNUSED_S:
+                if path != but and time.time() - path.stat().st_mtime > unused_s:
                     _remove_unheld(kind, path)
 
 

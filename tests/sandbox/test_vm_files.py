@@ -87,6 +87,26 @@ def test_others_that_nobody_used_for_days_go_once_their_processes_have_ended(cac
     assert sorted(path.name for path in cache.iterdir()) == [other.name, new.name]
 
 
+def test_what_a_killed_process_left_half_made_goes_and_what_is_being_made_stays(cache: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from rollforward.sandbox import vm_cache\n"
+        "vm_cache.CACHE = Path(sys.argv[1])\n"
+        "def make(scratch):\n"
+        "    (scratch / 'half').touch(); os.utime(scratch, (1e9, 1e9))\n"
+        "    print(scratch, flush=True); sys.stdin.read()\n"
+        "vm_cache.prepared('thing', '4' * 32, make)\n"
+    )
+    command = [sys.executable, "-c", program, str(cache)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        scratch = Path(maker.stdout.readline().strip())
+        new = vm_cache.prepared("thing", "5" * 32, lambda scratch: (scratch / "f").touch())
+        assert (scratch / "half").exists(), "a process that lives is making it"
+        maker.kill()
+    vm_cache.prepared("thing", "5" * 32, lambda scratch: (scratch / "f").touch())
+    assert [path.name for path in cache.iterdir()] == [new.name]
+
+
 @pytest.mark.parametrize("missing", ["apt-get", "dpkg-deb"])
 def test_without_a_way_to_the_kernel_the_ways_out_are_told(
     cache: Path, monkeypatch: pytest.MonkeyPatch, missing: str
