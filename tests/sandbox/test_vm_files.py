@@ -89,10 +89,10 @@ def test_others_that_nobody_used_for_days_go_once_their_processes_have_ended(cac
 
 def test_what_a_killed_process_left_half_made_goes_and_what_is_being_made_stays(cache: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from rollforward.sandbox import vm_cache\n"
+        "import os, sys, time; from pathlib import Path; from rollforward.sandbox import vm_cache\n"
         "vm_cache.CACHE = Path(sys.argv[1])\n"
         "def make(scratch):\n"
-        "    (scratch / 'half').touch(); os.utime(scratch, (1e9, 1e9))\n"
+        "    (scratch / 'half').touch(); os.utime(scratch, (time.time() - 120.0,) * 2)\n"
         "    print(scratch, flush=True); sys.stdin.read()\n"
         "vm_cache.prepared('thing', '4' * 32, make)\n"
     )
