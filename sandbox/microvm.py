@@ -12,7 +12,9 @@ its end in time, and are emulated (TCG) elsewhere; `platform` of a sandbox says 
 - Computing time: an emulator computes as much as one processor, until the command's deadline.
 - Timing: who shares the processor can be measured, and under TCG nothing defends against what a processor speculates.
 - Commands of one sandbox from each other: they are one user and share files and the loopback network.
-- Where the host's user is not root, the emulator is that user, and sees no file of his but this Python.
+- Where the host's user is not root, the emulator is that user. It sees no file of his but this Python and what it is
+  handed to read, the disks of the user's cache: those whoever is in there could write to, which every supervisor that
+  starts later finds out by their digests.
 - The image `host` shows this machine's Python and its usual programs, not all of /usr.
 - Two sandboxes of one state begin with the same memory: addresses of the guest's kernel are no secret between them.
   Random numbers, clock and identity are each one's own.

@@ -1,4 +1,4 @@
-"""Empty disks of QEMU's format qcow2, which hold a machine's state too. See QEMU's docs/interop/qcow2.txt."""
+"""Empty disks of QEMU's format qcow2, and how long their files can be. See QEMU's docs/interop/qcow2.txt."""
 
 import struct
 from typing import Final

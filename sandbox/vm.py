@@ -1,8 +1,9 @@
 """Virtual machines as both of their substrates have them: an emulator that is shut in, a guest's agent, kept states.
 
     boot      an emulator boots kernel and initial file system until the first process (`inside/machine.py`) waits
-    state     its memory and its devices, sealed files without a name: kept by the supervisor, shared by all
-    sandbox   an emulator that maps the memory privately, takes up the devices, and is woken: what it changes is its own
+    state     its memory, devices and disk, sealed files without a name: kept by the supervisor, shared by all
+    sandbox   an emulator that maps the memory privately, takes up the devices, copies the disk, and is woken: what it
+              changes is its own (`vm_forked.py`)
 
 An emulator is QEMU. It is made as containers are (`inside/emulator.py`), so it is nobody on the host, in namespaces and
 control groups of its own, and ends when the supervisor does.

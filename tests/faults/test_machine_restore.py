@@ -15,6 +15,7 @@ import pytest
 
 from rollforward.sandbox.client import SandboxClient, SocketTransport
 from rollforward.sandbox.command_log import read_log
+from rollforward.sandbox.config import KeptSubstrate
 from rollforward.sandbox.homes import Home
 from rollforward.sandbox.session import Session
 from rollforward.sandbox.types import CallResult, ExecRequest, SandboxSpec, Snapshot, SnapshotKind
@@ -52,12 +53,9 @@ async def begun(session: Session) -> bool:
     return await session.snapshot(max_bytes=MAX_BYTES)
 
 
-SPEC = SandboxSpec(substrate="microvm")
-
-
-async def count(client: SandboxClient) -> tuple[Snapshot, int]:
+async def count(client: SandboxClient, spec: SandboxSpec) -> tuple[Snapshot, int]:
     """Has a machine count, branches it, and takes its state while it counts; with what it has counted later."""
-    sandbox = await client.create("counting", SPEC)
+    sandbox = await client.create("counting", spec)
     running = asyncio.create_task(sandbox.exec(ExecRequest(argv=("sh", "-c", COUNTER), wall_s=300.0)))
     while int(await sh(sandbox, "cat count || echo 0")) < 3:
         await asyncio.sleep(0.1)
@@ -70,20 +68,24 @@ async def count(client: SandboxClient) -> tuple[Snapshot, int]:
     return taken, int(await sh(sandbox, "cat count"))
 
 
-async def count_on(client: SandboxClient, taken: Snapshot) -> list[int]:
-    sandbox = await client.create("counting-on", SPEC, snapshot=taken)
+async def count_on(client: SandboxClient, spec: SandboxSpec, taken: Snapshot) -> list[int]:
+    sandbox = await client.create("counting-on", spec, snapshot=taken)
     assert await sh(sandbox, "cat file") == "kept\n"
     return [int(await sh(sandbox, f"sleep {pause}; cat count")) for pause in (0, 1)]
 
 
-def test_files_processes_counters_and_trajectories_go_on_where_everything_else_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("substrate", ["microvm", "fullvm"])
+def test_files_processes_counters_and_trajectories_go_on_where_everything_else_was_killed(
+    tmp_path: Path, substrate: KeptSubstrate
+) -> None:
+    spec = SandboxSpec(substrate=substrate)
     with supervised(MACHINES) as first:
         undisturbed = Trajectory(first, tmp_path / "plain").live(whole)
         trajectory = Trajectory(first, tmp_path / "machine")
         trajectory.config = MACHINES
-        trajectory.spec = msgspec.structs.replace(trajectory.spec, substrate="microvm")
+        trajectory.spec = msgspec.structs.replace(trajectory.spec, substrate=substrate)
         assert trajectory.live(begun)
-        taken, seen = asked(first, count)
+        taken, seen = asked(first, lambda client: count(client, spec))
         end(first, signal.SIGKILL)
     snapshot = read_log(trajectory.log).history.snapshot
     assert snapshot is not None
@@ -91,6 +93,6 @@ def test_files_processes_counters_and_trajectories_go_on_where_everything_else_w
     with supervised(MACHINES) as second:
         trajectory.home = second
         assert trajectory.live(whole) == undisturbed
-        before, after = asked(second, lambda client: count_on(client, taken))
+        before, after = asked(second, lambda client: count_on(client, spec, taken))
     assert 3 <= before <= seen + 50
     assert after > before
