@@ -428,15 +428,21 @@ class Sandbox:
         question = wire.Download(which=self._which, paths=wire.encode_paths(paths), max_bytes=max_bytes)
         return wire.decode_files(await self._ask(Operation.DOWNLOAD, question, dict[bytes, bytes]))
 
-    async def snapshot(self, *, max_bytes: int) -> Snapshot:
+    async def snapshot(self, *, max_bytes: int, files_only: bool = False) -> Snapshot:
         """Take its state, from which others can begin; of a container its files and no process, of a machine all that
         runs in it too. It lives on.
 
+        Args:
+            max_bytes: that it may have.
+            files_only: take of a machine what is taken of a container. Sandboxes with other limits and tools can begin
+                with that, and it is far smaller.
+
         Raises:
             SandboxFileError: it would have more than `max_bytes`.
-            SandboxBusyError: a command runs in a container.
+            SandboxBusyError: a command runs, and files are taken.
         """
-        return await self._ask(Operation.SNAPSHOT, wire.Snapshot(which=self._which, max_bytes=max_bytes), Snapshot)
+        question = wire.Snapshot(which=self._which, max_bytes=max_bytes, files_only=files_only)
+        return await self._ask(Operation.SNAPSHOT, question, Snapshot)
 
     async def fork(self, sandbox_id: str, *, max_bytes: int) -> "Sandbox":
         """Make a sandbox that begins as this one is now, at the same supervisor; see `snapshot` and

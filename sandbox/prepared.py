@@ -1,6 +1,6 @@
 """States that several trajectories begin with: made once, by whoever comes first, and kept as long as the step's logs.
 
-    files, commands --in a sandbox of its own--> snapshot --> every trajectory of the same beginning starts from it
+    files, commands --in a sandbox of its own--> its files --> every trajectory of the same beginning starts from them
 
     run_dir/commands/step_000012/prepared/
       1f2e...lock      held by whoever makes it; the others wait
@@ -129,7 +129,8 @@ class Preparation:
                 problem = await self._run(sandbox)
                 if not problem:
                     most = self._config.max_snapshot_bytes
-                    taken = await self._patiently(lambda: sandbox.snapshot(max_bytes=most))
+                    # No process outlives its command: of a machine too, files are what there is (but for /dev/shm).
+                    taken = await self._patiently(lambda: sandbox.snapshot(max_bytes=most, files_only=True))
                     store = BlobStore(self._directory, sync=self._sync)
                     stored = await in_thread(lambda: store.put(taken.data))
                     record = SnapshotRecord(taken.kind, taken.image, stored, is_shared=True)

@@ -1,26 +1,18 @@
-"""A trajectory's sandbox with all in it that its log says: kept, restored and brought up to date, branched.
+"""A trajectory's sandbox with all in it that its log says: kept, restored and brought up to date.
 
     caught_up   the sandbox that there is; or another one in its place, with the commands after its beginning done again
     keep        its state beside the log, and a SNAPSHOT in it
-    branch      its state, as one that another trajectory begins with
 
 Not here: whether one that is gone may be replaced (`tenancy.py`), the order of calls (`session.py`).
 """
 
-from pathlib import Path
-from typing import Final
-
-from rollforward.sandbox.blobs import BlobStore
 from rollforward.sandbox.client import Sandbox
 from rollforward.sandbox.command_history import LoggedCommand
-from rollforward.sandbox.command_log import LOG_SUFFIX, SNAPSHOTS_NAME, CommandLog
+from rollforward.sandbox.command_log import CommandLog
 from rollforward.sandbox.command_records import SnapshotRecord, decode_call
 from rollforward.sandbox.errors import GoneCause, SandboxGoneError
 from rollforward.sandbox.tenancy import LostError, Tenancy, in_thread
-from rollforward.sandbox.types import CallStatus, Snapshot
-
-_MAX_BRANCH_BYTES: Final = (1 << 30) - (1 << 20)
-"""Of a state that another trajectory begins with: what a message can carry."""
+from rollforward.sandbox.types import CallStatus
 
 
 async def caught_up(log: CommandLog, tenancy: Tenancy) -> Sandbox | None:
@@ -57,28 +49,13 @@ async def keep(log: CommandLog, tenancy: Tenancy, *, max_bytes: int) -> None:
         SandboxFileError: the state has more bytes.
         SandboxError: as `caught_up`, and as the log says.
     """
-    taken = await _taken(log, tenancy, max_bytes)
-    stored = await in_thread(lambda: log.snapshots.put(taken.data))
-    await tenancy.append(SnapshotRecord(taken.kind, taken.image, stored))
-    await in_thread(lambda: log.snapshots.keep_only(stored))
-
-
-async def branch(log: CommandLog, tenancy: Tenancy, log_path: Path) -> SnapshotRecord:
-    """Takes the sandbox's state as one that the trajectory of another log begins with; it lies beside that log.
-
-    Raises:
-        LostError, SandboxError: as `keep`.
-    """
-    taken = await _taken(log, tenancy, _MAX_BRANCH_BYTES)
-    store = BlobStore(log_path.parent / SNAPSHOTS_NAME / log_path.name.removesuffix(LOG_SUFFIX), sync=log.sync)
-    return SnapshotRecord(taken.kind, taken.image, await in_thread(lambda: store.put(taken.data)))
-
-
-async def _taken(log: CommandLog, tenancy: Tenancy, max_bytes: int) -> Snapshot:
     sandbox = await caught_up(log, tenancy)
     if sandbox is None:
         raise LostError("the sandbox ran out of memory")
-    return await tenancy.patiently(lambda: sandbox.snapshot(max_bytes=max_bytes))
+    taken = await tenancy.patiently(lambda: sandbox.snapshot(max_bytes=max_bytes))
+    stored = await in_thread(lambda: log.snapshots.put(taken.data))
+    await tenancy.append(SnapshotRecord(taken.kind, taken.image, stored))
+    await in_thread(lambda: log.snapshots.keep_only(stored))
 
 
 async def _redo(log: CommandLog, tenancy: Tenancy, sandbox: Sandbox, command: LoggedCommand) -> None:

@@ -60,7 +60,7 @@ from rollforward.sandbox.errors import (
     SandboxGoneError,
     ToolError,
 )
-from rollforward.sandbox.restoring import branch, caught_up, keep
+from rollforward.sandbox.restoring import caught_up, keep
 from rollforward.sandbox.results import OOM_TEXT
 from rollforward.sandbox.tenancy import Beginning, LostError, Tenancy, UnfitFilesError, in_thread, lost, open_log
 from rollforward.sandbox.types import Call, CallResult, CallStatus, Collected, SandboxSpec, SessionResult
@@ -125,8 +125,8 @@ class Session:
             sync: whether the log must survive a power cut.
             saboteur: of a drill.
             known_position: a `SessionResult.position` that somebody holds: a log that ends before it lost something.
-            begin: a state that the sandbox begins with, `files` in it already: from `Session.fork`, or a `Preparation`
-                (`prepared.py`), which is made when it is needed.
+            begin: a state that the sandbox begins with, `files` in it already: one that lies beside the log, or a
+                `Preparation` (`prepared.py`), which is made when it is needed.
 
         Raises:
             ToolError: the file of a tool cannot be read.
@@ -259,31 +259,6 @@ class Session:
                 await keep(*self._held(), max_bytes=max_bytes)
             except (SandboxError, LostError):
                 return False  # the next command finds out what is wrong
-            return True
-
-    async def fork(self, log_path: Path) -> SnapshotRecord:
-        """Takes the sandbox's state as one that another trajectory begins with: opened with this as `begin` and with
-        the same files and spec, it goes on from here and knows nothing of this one.
-
-        Args:
-            log_path: of the other trajectory; the state lies beside it when this returns.
-
-        Raises:
-            SandboxError, LostError: there is none to be had.
-        """
-        async with self._lock:
-            return await branch(*self._held(), log_path)
-
-    async def pause(self) -> bool:
-        """Has nothing of the sandbox run until it is asked something again; whether that could be done."""
-        async with self._lock:
-            if self._tenancy is None or not self._history.is_going_on:
-                return False
-            try:
-                sandbox = await self._tenancy.ready()
-                await sandbox.pause()
-            except (SandboxError, LostError):
-                return False
             return True
 
     async def close(self) -> None:

@@ -239,13 +239,14 @@ class Service:
         return wire.encode_files(found)
 
     async def _snapshot(self, question: wire.Snapshot) -> Snapshot:
-        return await self._taken(self._find(question.which), question.max_bytes)
+        return await self._taken(self._find(question.which), question.max_bytes, files_only=question.files_only)
 
-    async def _taken(self, box: Box, max_bytes: int) -> Snapshot:
-        if box.sandbox.snapshot_kind is SnapshotKind.FILES:
-            box.gate.check_quiet()  # of a machine whatever runs is in it too
-        data = await self._finish(box, lambda: box.sandbox.save(max_bytes=max_bytes))
-        kind = box.sandbox.snapshot_kind
+    async def _taken(self, box: Box, max_bytes: int, *, files_only: bool = False) -> Snapshot:
+        kind = SnapshotKind.FILES if files_only else box.sandbox.snapshot_kind
+        if kind is SnapshotKind.FILES:
+            box.gate.check_quiet()  # of a whole machine whatever runs is in it too
+        take = box.sandbox.snapshot if kind is SnapshotKind.FILES else box.sandbox.save
+        data = await self._finish(box, lambda: take(max_bytes=max_bytes))
         return Snapshot(kind=kind, image=self._images.digest(box.spec.image), data=data)
 
     async def _pause(self, question: wire.Which) -> None:

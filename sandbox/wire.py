@@ -190,10 +190,11 @@ class Download(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Take a snapshot, as full as the substrate can."""
+    """Take a snapshot, as full as the substrate can, or of files alone."""
 
     which: Which
     max_bytes: int
+    files_only: bool = False
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):

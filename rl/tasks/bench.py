@@ -2,11 +2,7 @@
 
     nothing, or the state that `prepare` left --> the submission's files in, declared ones that it lacks out --> tests
 
-| substrate        | the state that `prepare` left                                                                   |
-|------------------|-------------------------------------------------------------------------------------------------|
-| containers       | the very one that the completion began with: its files                                          |
-| virtual machines | that of the same commands in a machine of the tests' own limits, made once for all submissions  |
-|                  | of a step that began alike: a machine goes on only as it was                                    |
+The state is the very one that the completion began with.
 """
 
 import secrets
@@ -18,7 +14,7 @@ import msgspec
 
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.client import Sandbox, SandboxClient
-from rollforward.sandbox.config import ContainerConfig, Limits
+from rollforward.sandbox.config import Limits
 from rollforward.sandbox.errors import (
     CommandLogError,
     SandboxBusyError,
@@ -27,14 +23,14 @@ from rollforward.sandbox.errors import (
     SandboxGoneError,
     SandboxUnavailableError,
 )
-from rollforward.sandbox.prepared import Preparation, read_prepared
-from rollforward.sandbox.tenancy import LostError, UnfitFilesError, in_thread
-from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec, Snapshot, SnapshotKind
+from rollforward.sandbox.prepared import read_prepared
+from rollforward.sandbox.tenancy import in_thread
+from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec, Snapshot
 
 _BLOCK_BYTES: Final = 4096
 """A file takes whole blocks."""
 _MEMBER_BYTES: Final = 512
-"""What a file has at least in a state of files, which is a tar."""
+"""What a file has at least in a state, which is a tar."""
 _LOST: Final = (SandboxBusyError, SandboxConnectionError, SandboxGoneError, SandboxUnavailableError)
 _INFRA: Final = (ExecStatus.INFRA, ExecStatus.SANDBOX_DEAD, ExecStatus.KILLED)
 
@@ -53,7 +49,6 @@ class Bench:
     def __init__(
         self,
         client: SandboxClient,
-        config: ContainerConfig,
         spec: SandboxSpec,
         *,
         submission: Submission,
@@ -64,13 +59,12 @@ class Bench:
 
         Args:
             client: makes sandboxes.
-            config: patience.
             spec: of the sandbox, without room for what it begins with.
             submission: what is tested.
             declared: paths that a submission can have.
             workspace: what the completion's sandbox began with.
         """
-        self._client, self._config = client, config
+        self._client = client
         self._spec, self._submission, self._workspace = spec, submission, workspace
         self._absent = [path for path in declared if path not in submission.files] if workspace.prepare else []
         self._snapshot: Snapshot | None = None
@@ -78,17 +72,15 @@ class Bench:
         self._num_run = 0  # in this sandbox
 
     async def open(self) -> None:
-        """Find or make the state that its sandboxes begin with.
+        """Find what its sandboxes begin with.
 
         Raises:
-            BenchLostError: the platform failed.
-            UnfitError: its commands or files failed.
+            BenchLostError: it is not there.
         """
-        files = self._submission.files
         if self._workspace.prepare:
-            self._snapshot = await self._prepared(_with_room(self._spec, files))
-        is_files = self._snapshot is not None and self._snapshot.kind is SnapshotKind.FILES
-        self._spec = _with_room(self._spec, files, state=self._snapshot.data if self._snapshot and is_files else b"")
+            self._snapshot = await self._prepared()
+        state = b"" if self._snapshot is None else self._snapshot.data
+        self._spec = msgspec.structs.replace(self._spec, limits=_with_room(self._spec.limits, self._submission, state))
 
     async def run(self, files: Mapping[str, bytes], request: ExecRequest) -> ExecResult:
         """Put a test's files there and run its command.
@@ -111,29 +103,14 @@ class Bench:
             except _LOST:
                 return
 
-    async def _prepared(self, spec: SandboxSpec) -> Snapshot:
-        """The state that `prepare` left, for a sandbox of this spec."""
+    async def _prepared(self) -> Snapshot:
+        """The state that the completion began with."""
         begun = self._submission.begun_with
         if begun is None:
             raise BenchLostError("nobody knows the prepared state that the completion began with")
-        directory, record = Path(begun.directory), begun.record
         try:
-            if record.kind is SnapshotKind.MACHINE:
-                workspace = self._workspace
-                preparation = Preparation(
-                    self._client,
-                    directory,
-                    spec=spec,
-                    files=workspace.files,
-                    commands=workspace.prepare,
-                    config=self._config,
-                    sync=False,  # whoever comes after a power cut makes it again
-                )
-                record = await preparation.record()
-            return await in_thread(lambda: read_prepared(directory, record))
-        except UnfitFilesError as error:
-            raise UnfitError(str(error)) from error
-        except (LostError, CommandLogError, *_LOST) as error:
+            return await in_thread(lambda: read_prepared(Path(begun.directory), begun.record))
+        except CommandLogError as error:
             raise BenchLostError(str(error)) from error
 
     async def _attempt(self, files: Mapping[str, bytes], request: ExecRequest) -> ExecResult | None:
@@ -177,21 +154,20 @@ class Bench:
         await self._sandbox.upload(self._submission.files)
 
 
-def _with_room(spec: SandboxSpec, files: Mapping[str, bytes], state: bytes = b"") -> SandboxSpec:
-    """A spec with room for what tests begin with beside its limits, so that nothing is so large that a test does not
-    fit.
+def _with_room(limits: Limits, submission: Submission, state: bytes) -> Limits:
+    """Limits with room for what tests begin with beside what they give, so that nothing is so large that a test does
+    not fit.
 
-    Rounded up to powers of two: sandboxes that are kept ready, and prepared machines, are of few kinds.
+    Rounded up to powers of two: sandboxes that are kept ready are of few kinds.
     """
-    blocks = sum(-(-len(data) // _BLOCK_BYTES) for data in files.values()) + -(-len(state) // _BLOCK_BYTES)
+    files = submission.files
+    blocks = sum(-(-len(data) // _BLOCK_BYTES) for data in [*files.values(), state])
     names = sum(path.count("/") + 1 for path in files) + len(state) // _MEMBER_BYTES
-    limits = spec.limits
-    roomy: Limits = msgspec.structs.replace(
+    return msgspec.structs.replace(
         limits,
         disk_bytes=limits.disk_bytes + _BLOCK_BYTES * _power_of_two(blocks),
         files=limits.files + _power_of_two(names),
     )
-    return msgspec.structs.replace(spec, limits=roomy)
 
 
 def _power_of_two(least: int) -> int:

@@ -20,7 +20,7 @@ policy learns.
 | wrong output, exit status, deadline, out of memory, disk full| the test is failed                      |
 | no declared file was left                                    | 0, `empty`                              |
 | the sandbox could not be made, died, or was lost             | all again, then no score, `infra`       |
-| files or `prepare` do not go into a fresh sandbox            | no score, `data`                        |
+| the files do not go into a fresh sandbox                     | no score, `data`                        |
 
 Tests are a function of the submission, so running them again is safe. A submission that ended its sandbox from inside
 every time, without using up its memory, would be an infra failure: nothing inside is meant to be able to.
@@ -133,7 +133,7 @@ class UnitTestJudge:
             spec = SandboxSpec(substrate=self._substrate, image=workspace.image, limits=limits)
             lost = ""
             for _ in range(config.attempts):
-                bench = Bench(client, config, spec, submission=submission, declared=declared, workspace=workspace)
+                bench = Bench(client, spec, submission=submission, declared=declared, workspace=workspace)
                 try:
                     await bench.open()
                     return [await self._run(bench, test) for test in tests]

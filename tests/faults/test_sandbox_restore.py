@@ -24,7 +24,7 @@ from rollforward.rollout.errors import PausedError
 from rollforward.rollout.placement import ActorAccess
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import Completion, Request
-from rollforward.rollout.workspace import Workspace
+from rollforward.rollout.workspace import BegunWith, Workspace
 from rollforward.sandbox.command_log import read_log
 from rollforward.sandbox.homes import Home
 from tests.helpers import agents
@@ -204,5 +204,10 @@ def test_members_of_a_group_begin_with_one_prepared_state(place: Path) -> None:
     assert len(submitted) == len(completions)
     assert len(firsts) == 1
     assert firsts != {b"begin"}
+    begun = [one.submission.begun_with for one in completions if one.submission is not None]
+    (log, *_) = sorted(run_dir.glob("commands/*/*.log"))
+    record = read_log(log).history.begin
+    assert record is not None
+    assert begun == [BegunWith(directory=str(log.parent / "prepared"), record=record)] * len(completions)
     kill(THIRD)
     assert gone_on(run_dir, local(run_dir, SECOND), requests)[0] == completions

@@ -334,29 +334,19 @@ def test_snapshots_are_kept_once_and_go_with_the_trajectory(trajectory: Trajecto
     assert not place.exists()
 
 
-def test_a_paused_session_goes_on_when_it_is_asked(
-    trajectory: Trajectory, undisturbed: tuple[list[CallResult], dict[str, bytes]]
-) -> None:
-    async def whole(session: Session) -> tuple[list[CallResult], dict[str, bytes]]:
-        await some(session, 2)
-        assert await session.pause()
-        assert await session.pause()
-        return await some(session, COMMANDS), (await effects(session)).files
-
-    assert trajectory.live(whole) == undisturbed
-
-
 @pytest.mark.parametrize("lost", [False, True])
-def test_members_fork_from_one_state_and_know_nothing_of_each_other(home: Home, tmp_path: Path, lost: bool) -> None:
+def test_members_begin_with_one_state_and_know_nothing_of_each_other(home: Home, tmp_path: Path, lost: bool) -> None:
     folder = tmp_path / "step_000012"
     one = Trajectory(home, folder, "s12-p3-m0")
     others = [Trajectory(home, folder, f"s12-p3-m{n}") for n in (1, 2)]
 
     async def prepare(session: Session) -> list[SnapshotRecord]:
         await some(session, 2)
-        begins = [await session.fork(other.log) for other in others]
+        assert session._tenancy is not None
+        taken = await (await session._tenancy.ready()).snapshot(max_bytes=MAX_BYTES)
         await some(session, 1, first=2)
-        return begins
+        stores = [BlobStore(folder / "snapshots" / f"s12-p3-m{n}", sync=False) for n in (1, 2)]
+        return [SnapshotRecord(taken.kind, taken.image, store.put(taken.data)) for store in stores]
 
     begins = one.live(prepare)
     for number, (other, begin) in enumerate(zip(others, begins, strict=True)):
