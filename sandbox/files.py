@@ -4,6 +4,9 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import Final
+
+_LAST_BYTES: Final = 1 << 16
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
@@ -69,3 +72,12 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def last_line(descriptor: int) -> str:
+    """The last line that was written into a file, or nothing; whoever writes into it by the same description goes on
+    where they are.
+    """
+    start = max(os.fstat(descriptor).st_size - _LAST_BYTES, 0)
+    lines = os.pread(descriptor, _LAST_BYTES, start).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -6,11 +6,12 @@ and the commands run on it (`inside/gvisor_agent.py`). What is otherwise than in
 
 - Not isolated: whoever takes gVisor's kernel over is in a container like that of `container.py`, without its filter of
   system calls but with gVisor's own; the rest of what is said there holds too, timing and the tools' own code included.
-- Out of memory, a sandbox ends as a whole: its memory is one process's of the host.
-- Commands that run at the same time share files, but not locks on them, nor pipes and sockets that have a name there.
-- Files have no attributes, and shared memory lies in /run/shm, where a link leads from /dev/shm.
+- Memory: a sandbox that has none left ends as a whole, for on the host it is one process's. Timers, signals, pipes and
+  sockets with a name are memory of gVisor's kernel, which counts, and nothing else bounds their number.
+- Pipes and sockets with a name are in that kernel only: they are neither taken out nor in a snapshot.
+- Eight commands run at a time, further ones wait. A command can end the process around it, and so itself.
 - It takes longer: most of a second until one is up, so that some are kept warm, and more for each system call.
-- There is no state of a machine: a snapshot holds files, as a container's.
+- A snapshot holds files, as a container's; there is none of what runs.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.host import HostReport
 from rollforward.sandbox.images import Images, host_directories
 from rollforward.sandbox.instance import Instance, gone_error
-from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec
+from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult, ExecStatus, SandboxSpec
 from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate
 
 _PLATFORMS: Final = ("ptrace", "systrap")
@@ -44,10 +45,13 @@ _OPTIONS: Final = (
     "--directfs=false",
 )
 _PROBE_S: Final = 60.0
-_OWN_BYTES: Final = 192 << 20
-"""What gVisor itself has of memory."""
-_THREADS: Final = 256
-_THREADS_PER_PROCESS: Final = 3
+_AT_ONCE: Final = 8
+"""Commands that run at a time: each has two processes of the agent's around it, which have memory of their own."""
+_OWN_BYTES: Final = 256 << 20
+"""What gVisor and the agent have of memory, with as many commands."""
+_THREADS: Final = 512
+_THREADS_PER_PROCESS: Final = 64
+"""Of the host, at most: under ptrace many of its threads know many processes."""
 _PACE: Final = 20
 _ERROR_BYTES: Final = 1 << 14
 _SAID_CHARS: Final = 2000
@@ -166,6 +170,7 @@ class GVisorContainer(Container):
         self._files_end: socket.socket | None = None
         self._outside: AgentLink | None = None
         self._errors = -1
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
     def size(self, spec: SandboxSpec) -> tuple[int, int]:
         """See `Container`."""
@@ -210,6 +215,14 @@ class GVisorContainer(Container):
         if self._errors >= 0:
             os.close(self._errors)
             self._errors = -1
+
+    async def _exec(self, request: ExecRequest) -> ExecResult:
+        async with self._places:
+            return await super()._exec(request)
+
+    async def _call(self, call: Call) -> CallResult:
+        async with self._places:
+            return await super()._call(call)
 
     def _asked(self, operation: str = "") -> AgentLink:
         """See `Instance`."""

@@ -16,6 +16,7 @@ import msgspec
 from rollforward.sandbox import wire
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxUnavailableError
+from rollforward.sandbox.files import last_line
 from rollforward.sandbox.homes import Home
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.transport import SocketTransport
@@ -168,10 +169,8 @@ def _start(home: Home, config: ContainerConfig, end_s: float) -> None:
             return
         if outcome:
             wire.result(outcome, type(None))
-        errors.seek(0)
-        lines = errors.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
         raise SandboxUnavailableError(
-            f"a sandbox supervisor did not come up: {lines[-1] if lines else 'it ended without a word'}"
+            f"a sandbox supervisor did not come up: {last_line(errors.fileno()) or 'it ended without a word'}"
         )
 
 

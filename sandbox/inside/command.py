@@ -184,11 +184,11 @@ class Room:
             file.write(b"1000")  # before the agent; and nobody takes it back
         system.mount("", "/proc", flags=proc | system.MS_REMOUNT | system.MS_BIND | system.MS_RDONLY)
 
-    def bounds(self) -> dict[int, tuple[int, int]]:
+    def bounds(self) -> dict[int, tuple[int, ...]]:
         """What a process may use up, by the name of a limit: soft and hard."""
         limits = self.limits
         seconds = math.ceil(limits["cpu_s"])
-        values: dict[int, tuple[int, int]] = {
+        values: dict[int, tuple[int, ...]] = {
             resource.RLIMIT_CPU: (seconds, seconds + 1),
             resource.RLIMIT_FSIZE: (limits["disk_bytes"],) * 2,
             resource.RLIMIT_NOFILE: (1024, 1024),

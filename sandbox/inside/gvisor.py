@@ -94,6 +94,8 @@ def _lay_base(shows: list[str]) -> None:
     for path in [*shows, os.path.dirname(__file__)]:
         os.makedirs(_BASE + path, exist_ok=True)
         system.bind(path, _BASE + path)
+    for name in ("proc", "dev"):  # gVisor shows its own there; to whoever looks after files it is another file system
+        system.mount("tmpfs", f"{root.ROOT}/{name}", "tmpfs", flags | system.MS_RDONLY, "size=4k,mode=755")
     system.mount("proc", "/proc", "proc", flags | system.MS_NOEXEC)
 
 
@@ -101,10 +103,9 @@ def _write_bundle(request: dict[str, Any]) -> None:
     os.makedirs(f"{_BUNDLE}/state")
     python = [request["python"], "-P", "-s", "-S", "-B", "-c", _START]
     rights = [f"CAP_{name}" for name in _CAPABILITIES]
-    user = os.getuid()
     process = {
         "terminal": False,
-        "user": {"uid": user, "gid": user},
+        "user": {"uid": 0, "gid": 0},
         "args": python,
         "env": ["PYTHONHASHSEED=0"],
         "cwd": "/",

@@ -5,6 +5,9 @@ It is an agent like any other (`agent.py`), on a kernel that has less than Linux
 - A pidfd. The end of a process is told by SIGCHLD, whose handler looks which of them it was, and makes an event of it;
   a child is killed by its number, which is its own until it has been waited for.
 - openat2, and attributes of files. Files are looked after outside (`gvisor.py`).
+- The immunity of a PID namespace's first process: there whoever is the same user kills it. So it is another user, who
+  only waits: for a second process, which does what the first one does elsewhere (`command.py`), and whose death is its
+  commands' doing.
 - Attributes of links: it is a bad descriptor to ask for one, of which `ls` complains, so the filter answers.
 - Some limits, of things that are memory of this kernel and of nobody else.
 """
@@ -17,7 +20,7 @@ import signal
 from collections.abc import Iterable
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, command, system
+from rollforward.sandbox.inside import agent, command, frames, system
 from rollforward.sandbox.inside.answers import Tools
 from rollforward.sandbox.inside.gvisor import SANDBOX, SHARED
 from rollforward.sandbox.inside.seccomp import Filter
@@ -27,6 +30,8 @@ _STREAMS: Final = (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2
 _CONTROL: Final = 3
 """Where an agent has its socket."""
 _FAR: Final = 64
+_KILLED: Final = 137
+"""Exit status of the first process of a namespace whose second was killed."""
 _ABSENT: Final = (resource.RLIMIT_SIGPENDING, resource.RLIMIT_MSGQUEUE)
 
 
@@ -66,7 +71,25 @@ class GVisorAgent(agent.Agent):
     def change(self, own: set[int]) -> str:
         """See `Agent`; files are looked at outside."""
         others = {int(name) for name in os.listdir("/proc") if name.isdecimal()} - own
-        return f"{len(others)} processes beside the agent" if others else ""
+        others = {pid for pid in others if _parent(pid) not in own - {os.getpid()}}  # but the second ones
+        if others:
+            return f"{len(others)} processes beside the agent"
+        return "/dev/shm has files" if os.listdir("/dev/shm") else ""
+
+    def _conclude(self, running: Any, used: frames.Head) -> None:
+        """See `Agent`; a command that has killed the process around it has ended by a signal of its own doing."""
+        if used["code"] == _KILLED and not running.is_call:
+            used = {**used, "leader": -signal.SIGKILL}
+        super()._conclude(running, used)
+
+
+def _parent(pid: int) -> int:
+    """The process that a process was started by; 0 where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 class GVisorRoom(command.Room):
@@ -94,9 +117,25 @@ class GVisorRoom(command.Room):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return pid, pidfd
 
-    def bounds(self) -> dict[int, tuple[int, int]]:
+    def bounds(self) -> dict[int, tuple[int, ...]]:
         """See `Room`."""
         return {name: bound for name, bound in super().bounds().items() if name not in _ABSENT}
+
+    def _run(self, channel: int) -> None:
+        """See `Room`."""
+        pid = os.fork()
+        if pid == 0:
+            system.adopt_orphans()
+            super()._run(channel)
+        os.closerange(_CONTROL, 1 << 16)
+        system.keep_capabilities(0)
+        done, status, usage = os.wait4(-1, 0)
+        while done != pid:
+            done, status, usage = os.wait4(-1, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime >= self.limits["cpu_s"]:
+            os.kill(os.getpid(), signal.SIGKILL)  # by the limit of computing time, which an agent knows by this
+        os._exit(_KILLED if code < 0 else code)
 
     def _see_ends(self, pids: Iterable[int]) -> None:
         """Tell of those that have ended."""

@@ -46,6 +46,7 @@ _OPENAT2 = 437
 _MAX_BUSY = 100
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 4, 8, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL, _CAPABILITY_VERSION_3 = 4, 0x2008_0522
+_PR_SET_CHILD_SUBREAPER = 36
 _MNT_DETACH = 2
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -153,6 +154,11 @@ def become(uid: int, capabilities: int) -> None:
 def die_with_parent() -> None:
     """Be killed when the thread ends that made this process. A change of users undoes it."""
     check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "dying with the parent")
+
+
+def adopt_orphans() -> None:
+    """Be the parent of what is left of descendants that end before theirs."""
+    check(_LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "adopting orphans")
 
 
 def no_new_privileges() -> None:

@@ -16,7 +16,7 @@ from rollforward.sandbox.config import Limits, SandboxConfig, ToolConfig
 from rollforward.sandbox.function import FunctionSandbox
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.types import Call, ExecRequest
-from tests.helpers.containers import World
+from tests.helpers.containers import GVISOR, World
 from tests.helpers.machines import MachineWorld
 from tests.helpers.sandboxes import tools_in
 
@@ -49,8 +49,10 @@ def error_of(function, *arguments):
 '''
 
 
-everywhere = pytest.mark.parametrize("world", ["container", "microvm", "fullvm"], indirect=True, scope="module")
-"""For a test of what a world makes: in machines too."""
+everywhere = pytest.mark.parametrize(
+    "world", ["container", *GVISOR, "microvm", "fullvm"], indirect=True, scope="module"
+)
+"""For a test of what a world makes: in machines too, and under gVisor where that is found."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,9 @@ class Way(Protocol):
     name: str
     """function, call (in a container or machine) or command (likewise)."""
     is_slow: bool
-    """Whether processors are emulated there."""
+    """Whether processors or system calls are emulated there."""
+    is_gvisor: bool
+    """Whether gVisor answers system calls: what is memory of its kernel only is bounded by memory."""
 
     def run(self, code: str) -> Ended:
         """Run Python code; a JSON value that it puts into `answer` is its text."""
@@ -80,7 +84,7 @@ class Way(Protocol):
 class InFunction:
     """Inside the process of a call of the function substrate."""
 
-    name, is_slow = "function", False
+    name, is_slow, is_gvisor = "function", False, False
 
     def __init__(self, sandbox: FunctionSandbox) -> None:
         self.sandbox = sandbox
@@ -95,7 +99,8 @@ class InContainer:
 
     def __init__(self, world: World | MachineWorld, *, is_call: bool, limits: Limits = LIMITS) -> None:
         self.world, self.is_call, self.limits = world, is_call, limits
-        self.is_slow = isinstance(world, MachineWorld)
+        self.is_slow = world.name != "container"
+        self.is_gvisor = world.name == "gvisor"
         self.is_on_disk = isinstance(world, MachineWorld) and world.name == "fullvm"
         self.name = "call" if is_call else "command"
         self._container: Instance | None = None

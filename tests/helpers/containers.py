@@ -2,16 +2,21 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from rollforward.sandbox.cgroups import Hierarchies
-from rollforward.sandbox.config import LayersConfig, Limits, ToolConfig
+from rollforward.sandbox.config import KeptSubstrate, LayersConfig, Limits, ToolConfig
 from rollforward.sandbox.container import Container, ContainerSubstrate
+from rollforward.sandbox.gvisor import GVisorSubstrate
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult, SandboxSpec
 
 T = TypeVar("T")
+
+GVISOR: tuple[KeptSubstrate, ...] = ("gvisor",) if shutil.which("runsc") else ()
+"""Names gVisor, where it is found: what isolates containers beside namespaces, for tests that run on each."""
 
 SMALL = Limits(wall_s=20.0, memory_bytes=128 << 20, processes=32, disk_bytes=4 << 20, files=512, output_bytes=4096)
 
@@ -25,11 +30,13 @@ class World:
         images: dict[str, tuple[str, ...]] | None = None,
         hierarchies: Hierarchies | None = None,
         layers: LayersConfig = LayersConfig(),  # noqa: B008 - frozen
+        substrate: KeptSubstrate = "container",
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.tools = tuple(tools)
         self.number = 0
-        self.substrate = ContainerSubstrate(
+        self.name: KeptSubstrate = substrate
+        self.substrate = {"container": ContainerSubstrate, "gvisor": GVisorSubstrate}[substrate](
             Images(images or {}, layers),
             label=f"test-{os.getpid()}-{id(self)}",
             max_sandboxes=400,
@@ -41,7 +48,7 @@ class World:
         return self.loop.run_until_complete(asyncio.wait_for(what, 60))
 
     def spec(self, limits: Limits = SMALL, image: str = "host") -> SandboxSpec:
-        return SandboxSpec(image=image, limits=limits, tools=self.tools)
+        return SandboxSpec(substrate=self.name, image=image, limits=limits, tools=self.tools)
 
     def create(self, limits: Limits = SMALL, *, image: str = "host", snapshot: bytes | None = None) -> Container:
         self.number += 1

@@ -1,4 +1,6 @@
-"""Where attacks run: for each file of tests a sandbox of functions, a world of containers, and worlds of machines."""
+"""Where attacks run: for each file of tests a sandbox of functions, a world of containers, one of gVisor, and worlds of
+machines.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +9,7 @@ import pytest
 
 from rollforward.sandbox.function import FunctionSandbox
 from tests.helpers.attacks import CALLS, SECRET, InContainer, InFunction, Way, attacked_tools
-from tests.helpers.containers import World
+from tests.helpers.containers import GVISOR, World
 from tests.helpers.machines import MachineWorld
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,7 +30,8 @@ def world(
     """Containers; machines where a test is marked `everywhere`."""
     assert os.environ[secret]
     tools, substrate = list(attacked_tools(tmp_path_factory.mktemp("tools"))), getattr(request, "param", "container")
-    with World(tools) if substrate == "container" else MachineWorld(substrate, tools) as world:
+    is_machine = substrate in ("microvm", "fullvm")
+    with MachineWorld(substrate, tools) if is_machine else World(tools, substrate=substrate) as world:
         yield world
 
 
@@ -54,6 +57,14 @@ def command(world: World) -> Iterator[InContainer]:
 
 
 @pytest.fixture(scope="module")
+def gvisor(secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InContainer]:
+    """A command in a container that gVisor isolates: a call is a process of the agent's, which is the same."""
+    assert os.environ[secret]
+    with World(list(attacked_tools(tmp_path_factory.mktemp("tools"))), substrate="gvisor") as world:
+        yield InContainer(world, is_call=False)
+
+
+@pytest.fixture(scope="module")
 def microvm(secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InContainer]:
     """A call in a microVM. A command there is as different from it as in a container: the agent is the same."""
     assert os.environ[secret]
@@ -69,13 +80,13 @@ def fullvm(secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[In
         yield InContainer(world, is_call=True)
 
 
-@pytest.fixture(params=["function", "call", "command", "microvm", "fullvm"])
+@pytest.fixture(params=["function", "call", "command", *GVISOR, "microvm", "fullvm"])
 def way(request: pytest.FixtureRequest) -> Way:
     """Each of the ways in which a policy's code runs."""
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["call", "command", "microvm", "fullvm"])
+@pytest.fixture(params=["call", "command", *GVISOR, "microvm", "fullvm"])
 def inside(request: pytest.FixtureRequest) -> InContainer:
     """Those of them that are in a sandbox that lasts."""
     return request.getfixturevalue(request.param)

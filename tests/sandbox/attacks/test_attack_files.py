@@ -76,6 +76,9 @@ def test_what_is_no_plain_file_is_not_taken_out(world: World, container: Contain
     put(world, container, POISON[what])
     path = "l/q" if what == "a link above" else "p"
     for taken in (path, f"/workspace/{path}", f"./{path}"):
+        if world.name == "gvisor" and what.startswith(("a pipe", "a socket")):  # its kernel alone knows of those
+            assert world.do(container.download([taken], max_bytes=MIB)) == {}
+            continue
         with pytest.raises(SandboxFileError):
             world.do(container.download([taken], max_bytes=MIB))
     assert world.sh(container, "echo well").stdout == b"well\n"

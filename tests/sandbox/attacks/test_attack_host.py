@@ -68,7 +68,7 @@ def test_no_name_is_asked_for_anywhere(way: Way) -> None:
     code = "try: socket.getaddrinfo('example.com', 80); answer = 'found'\nexcept OSError as e: answer = 'none'"
     assert answer(way, code) == "none"
     code = "answer = error_of(lambda: socket.socket(2, 2).sendto(b'x', ('9.9.9.9', 53)))"
-    assert answer(way, code) in ("ENETUNREACH", "EPERM")
+    assert answer(way, code) in ("ENETUNREACH", "EHOSTUNREACH", "EPERM")
 
 
 def test_no_secret_of_a_file_or_a_variable(way: Way, secret: str, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_processes_of_the_host_are_neither_seen_nor_killed(way: Way) -> None:
 seen = [n for n in (os.listdir('/proc') if os.path.exists('/proc') else []) if n.isdigit()]
 tried = []
 for pid in range(2, {4000 if way.is_slow else 40000}):
-    if pid != os.getpid():
+    if pid not in (os.getpid(), {2 * way.is_gvisor}):  # the process around a command can be killed there, by that alone
         for what in (lambda: os.kill(pid, 9), lambda: signal.pidfd_send_signal(os.pidfd_open(pid), 9)):
             try: what(); tried.append(pid)
             except OSError: pass

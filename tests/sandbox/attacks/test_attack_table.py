@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollforward.rl.tasks import unit_tests
-from rollforward.sandbox import container, fullvm, function, host, microvm
+from rollforward.sandbox import container, fullvm, function, gvisor, host, microvm
 from rollforward.sandbox.cgroups import Hierarchies
 from rollforward.sandbox.errors import SandboxUnavailableError
 from tests.helpers.source import ROOT
@@ -21,7 +21,12 @@ HERE = Path(__file__).parent
 CASES: list[dict[str, Any]] = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
 KNOWN = {*range(1, 8), *range(9, 15), *range(16, 20), *range(21, 24), 25, 26, 28, 29, 30, 32, *range(34, 38)}
 """Numbers of the known cases; the others are not of this project's platforms."""
-SAID = {"function": [function], "container": [container, unit_tests], "machine": [microvm, fullvm, unit_tests]}
+SAID = {
+    "function": [function],
+    "container": [container, unit_tests],
+    "gvisor": [gvisor, container, unit_tests],
+    "machine": [microvm, fullvm, unit_tests],
+}
 
 
 def proofs_in(path: Path) -> list[str]:
