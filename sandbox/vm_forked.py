@@ -129,12 +129,13 @@ class ForkedMachine(Machine):
     async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
         """See `Machine`."""
         stream = vm_state.memory_file(0)
+        disk = os.dup(self._disk) if self._disk >= 0 else -1  # whoever kills it meanwhile closes the other one
         try:
             await monitor.hurry()
             await monitor.migrate(stream)
-            return await _in_thread(lambda: vm_state.whole(stream, self._disk, max_bytes))
+            return await _in_thread(lambda: vm_state.whole(stream, disk, max_bytes))
         finally:
-            os.close(stream)
+            vm_state.close_all([stream, disk])
 
     async def kill(self) -> None:
         """See `Instance`."""
@@ -156,6 +157,9 @@ class ForkedMachine(Machine):
         except BaseException:
             vm_state.close_all([devices, disk])
             raise
+
+    def _make_disk(self, data: bytes | memoryview) -> None:
+        self._disk = nameless_file(data)
 
     async def _take_up(self, template: WarmTemplate, state: State, share: str) -> Wires:
         disk = memoryview(vm_state.content(state.disk, _MAX_DISK_BYTES) if state.disk >= 0 else b"")
@@ -200,8 +204,7 @@ class ForkedMachine(Machine):
     ) -> None:
         """Start an emulator; of `memory`: a descriptor, and whether what it writes there is seen by others."""
         if disk:
-            self._disk = nameless_file()
-            write_all(self._disk, disk)
+            await _in_thread(lambda: self._make_disk(disk))
         opened = vm.files_as(self.files())
         try:
             command = self.hardware(given, wires, opened, self._disk)
@@ -213,16 +216,22 @@ class ForkedMachine(Machine):
             vm_state.close_all(opened)
 
 
-def nameless_file() -> int:
+def nameless_file(data: bytes | memoryview) -> int:
     """A descriptor of a file on disk that is gone with the last who has it open; an emulator may write it.
+
+    Args:
+        data: what it holds.
 
     Raises:
         SandboxUnavailableError: there is no room.
     """
+    descriptor = -1
     try:
         descriptor = os.open(vm_cache.CACHE, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.fchmod(descriptor, 0o666)
+        write_all(descriptor, data)
     except OSError as error:
+        vm_state.close_all([descriptor])
         raise SandboxUnavailableError(f"sandbox: a disk cannot be made in {vm_cache.CACHE}: {error.strerror}") from None
     return descriptor
 

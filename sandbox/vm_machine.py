@@ -234,7 +234,8 @@ class Machine(Instance):
 
     async def save(self, *, max_bytes: int) -> bytes:
         """The whole machine: memory, processors, disk. It stands still meanwhile, and goes on. What it says or hears
-        just then comes to the end of a message first: who goes on from it begins with another one.
+        just then comes to the end of a message first: who goes on from it begins with another one. Not while it is
+        paused: its agent must answer.
 
         Raises:
             SandboxFileError: it has more bytes.

@@ -85,13 +85,16 @@ async def measure(kind: str, number: int, many: int) -> None:
         saved = await machine.save(max_bytes=1 << 30)
         say(f"{'saved whole':<28} {1e3 * (time.perf_counter() - start):.0f} ms, {len(saved) / (1 << 20):.0f} MiB")
         restored: list[float] = []
+        answered: list[float] = []
         for index in range(3):
             start = time.perf_counter()
             again = await substrate.create(f"again{index}", spec, saved=saved)
             restored.append(time.perf_counter() - start)
             await run(again, "true")
+            answered.append(time.perf_counter() - start)
             say(f"{'':<28} computed {computed_ms(again):.0f} ms until its first command was done")
         told("restored whole", restored)
+        told("... and its first command", answered)
         start = time.perf_counter()
         group = await asyncio.gather(*(substrate.create(f"g{index}", spec) for index in range(many)))
         seconds = time.perf_counter() - start
