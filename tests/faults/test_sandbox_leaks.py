@@ -23,6 +23,7 @@ import pytest
 
 from rollforward.sandbox.homes import homes_root
 from tests.bench.bench_container import say
+from tests.helpers.containers import GVISOR
 from tests.helpers.leaks import Household, descriptors
 from tests.helpers.machines import MachineWorld
 from tests.helpers.owner_main import LIMITS, spec
@@ -35,7 +36,7 @@ GONE_S: Final = 60.0
 HAND: Final = 16
 """Sandboxes that an owner makes if it lives long enough."""
 STANDSTILL_S: Final = 20.0
-MIX: Final = {"container": 700, "function": 150, "microvm": 120, "fullvm": 30}
+MIX: Final = {"container": 700, "function": 150, "microvm": 120, "fullvm": 30} | dict.fromkeys(GVISOR, 60)
 VICTIMS: Final = {
     ("owner",): 0.5,
     ("inside",): 0.2,
