@@ -54,12 +54,12 @@ _THREADS_PER_PROCESS: Final = 64
 """Of the host, at most: under ptrace many of its threads know many processes."""
 _PACE: Final = 20
 _ERROR_BYTES: Final = 1 << 14
-_SAID_CHARS: Final = 2000
+_LINE_CHARS: Final = 400
 _SHOWN: Final = "/runsc"
 """Where the template sees a program that does not lie below /usr."""
 _OF_FILES: Final = ("upload", "download", "snapshot")
 _WAY_OUT: Final = (
-    "Install it (Debian: apt-get install runsc), name its path in sandbox.container.runsc, or leave isolation=gvisor"
+    "Install it (Debian 13: apt-get install runsc), name its path in sandbox.container.runsc, or leave isolation=gvisor"
     " out"
 )
 
@@ -123,10 +123,10 @@ class GVisorSubstrate(ContainerSubstrate):
             else:
                 return report
         raise SandboxUnavailableError(
-            f"sandbox: isolation=gvisor, but {program} does not work on this machine ({'; '.join(problems)}). It needs"
-            " ptrace or seccomp's user notifications, and user namespaces within user namespaces: allow them, as in a"
-            " container by `--security-opt seccomp=unconfined`, name another release's path in sandbox.container.runsc,"
-            " or leave isolation=gvisor out"
+            f"sandbox: isolation=gvisor, but {program} does not work on this machine ({'; '.join(problems)}). It must"
+            " be of 2023 or later, and needs ptrace and user namespaces within user namespaces; start a container with"
+            " `--security-opt seccomp=unconfined` for that. Name another release's path in sandbox.container.runsc, or"
+            " leave isolation=gvisor out"
         )
 
     async def _try(self) -> None:
@@ -198,7 +198,9 @@ class GVisorContainer(Container):
     def said(self, template: WarmTemplate) -> str:
         """See `Container`."""
         data = os.pread(self._errors, _ERROR_BYTES, 0) if self._errors >= 0 else b""
-        return data.strip(b"\0").decode("utf-8", "replace").strip()[-_SAID_CHARS:] or template.said()
+        lines = data.strip(b"\0").decode("utf-8", "replace").strip().splitlines()
+        ends = dict.fromkeys(line.strip()[:_LINE_CHARS] for line in (*lines[:1], *lines[-1:]))  # a usage lies between
+        return " ... ".join(ends) or template.said()
 
     async def is_fresh(self) -> bool:
         """See `Instance`."""
