@@ -12,6 +12,7 @@ and the commands run on it (`inside/gvisor_agent.py`). What is otherwise than in
 - Eight commands run at a time, further ones wait. A command can end the process around it, and so itself.
 - It takes longer: most of a second until one is up, so that some are kept warm, and more for each system call.
 - A snapshot holds files, as a container's; there is none of what runs.
+- Where the host's user is not root it is refused.
 """
 
 import asyncio
@@ -108,6 +109,11 @@ class GVisorSubstrate(ContainerSubstrate):
 
     async def start(self) -> HostReport:
         """See `ContainerSubstrate`; a sandbox is made and asked something, to see that gVisor works here."""
+        if os.geteuid() != 0:
+            raise SandboxUnavailableError(
+                f"sandbox: isolation=gvisor, but the user here is {os.geteuid()}; its files belong to two users, which"
+                " root alone can give a sandbox. Run as root, or leave isolation=gvisor out"
+            )
         program = find_runsc(self._named)
         self._runsc = (program,)
         report = await super().start()

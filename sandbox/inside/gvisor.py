@@ -27,8 +27,7 @@ from typing import Any, Final
 
 from rollforward.sandbox.inside import agent, files, frames, root, snapshots, system
 
-_PLACE: Final = "/tmp"
-_BASE, _BUNDLE = f"{_PLACE}/base", f"{_PLACE}/bundle"
+_BASE, _BUNDLE = f"{root.PLACE}/base", f"{root.PLACE}/bundle"
 _PROGRAMS: Final = "/program"
 _START: Final = f"import sys; sys.path.insert(0, '{_PROGRAMS}'); from {__package__}.gvisor_agent import main; main()"
 SANDBOX: Final = "/sandbox"
@@ -85,7 +84,7 @@ def restore(upper: int, snapshot: int) -> None:
 def _lay_base(shows: list[str]) -> None:
     """Make what `runsc` shows, in a file system of this namespace's own."""
     flags = system.MS_NOSUID | system.MS_NODEV
-    system.mount("tmpfs", _PLACE, "tmpfs", flags, f"mode=755,size={_STATE_BYTES}")
+    system.mount("tmpfs", root.PLACE, "tmpfs", flags, f"mode=755,size={_STATE_BYTES}")
     for name in ("dev", "etc", "proc", "tmp", SANDBOX[1:], SHARED[1:]):
         os.makedirs(f"{_BASE}/{name}")
     for name in _LINKS:
@@ -115,7 +114,6 @@ def _write_bundle(request: dict[str, Any]) -> None:
     mounts = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
-        {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"},
         {"destination": SANDBOX, "type": "bind", "source": root.ROOT, "options": ["rbind", "rw"]},
         {"destination": f"{SANDBOX}/proc", "type": "proc", "source": "proc"},
         {"destination": SHARED, "type": "bind", "source": root.SHARED, "options": ["rbind", "rw"]},

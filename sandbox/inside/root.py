@@ -6,6 +6,7 @@ that can be written share.
       host/         the same with links into this machine's /usr: the image `host`
       quota/        mount point of the container's own tmpfs: upper/ and work/
       root/         mount point of its root
+      place/        mount point of whatever else a container's first process makes
       proc/         the template's /proc, without which the kernel lets nobody mount one
 """
 
@@ -24,6 +25,7 @@ FRAME: Final = f"{BOX}/frame"
 HOST: Final = f"{BOX}/host"
 ROOT: Final = f"{BOX}/root"
 _QUOTA: Final = f"{BOX}/quota"
+PLACE: Final = f"{BOX}/place"
 SHARED: Final = f"{_QUOTA}/shm"
 """What the sandbox has as shared memory: of the private layer's size, and in no snapshot."""
 _TEXTS: Final = {
@@ -50,7 +52,7 @@ def prepare(binds: list[str]) -> None:
         binds: directories of this machine that the image `host` shows.
     """
     system.mount("tmpfs", BOX, "tmpfs", system.MS_NOSUID | system.MS_NODEV, f"mode=755,uid={os.getuid()}")
-    for path in (_QUOTA, ROOT, PROC):
+    for path in (_QUOTA, ROOT, PROC, PLACE):
         os.mkdir(path)
     system.mount("proc", PROC, "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
     _frame(Path(FRAME))

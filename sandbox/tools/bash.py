@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import subprocess
+import threading
 from typing import IO
 
 _MAX_BYTES = 1 << 20
@@ -36,7 +37,7 @@ def _read(stream: IO[bytes], process: subprocess.Popen[bytes]) -> bytes:
     hold the stream for ever and is not waited for."""
     head, tail, left_out = bytearray(), bytearray(), 0
     descriptor = stream.fileno()
-    ended = os.pidfd_open(process.pid)
+    ended = _end_of(process)
     try:
         while True:
             ready, _, _ = select.select([descriptor, ended], [], [])
@@ -53,3 +54,13 @@ def _read(stream: IO[bytes], process: subprocess.Popen[bytes]) -> bytes:
         os.close(ended)
     mark = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""
     return bytes(head + mark + tail)
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """A descriptor that can be read when the command has ended."""
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:  # gVisor has none
+        ended, told = os.pipe()
+        threading.Thread(target=lambda: (process.wait(), os.close(told)), daemon=True).start()
+        return ended

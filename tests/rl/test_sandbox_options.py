@@ -26,6 +26,16 @@ def test_sandboxes_that_last_are_of_the_tasks_substrate(substrate: str) -> None:
     assert (use.substrate, options.keeps_sandbox, options.kept_substrate) == (substrate, True, substrate)
 
 
+def test_containers_may_be_isolated_by_gvisor() -> None:
+    """And a task that does not say so is the one that it was before there was such a setting."""
+    options = task(isolation="gvisor")
+    use = _sandbox_use(options)
+    assert use is not None
+    assert (use.substrate, options.substrate, options.kept_substrate) == ("gvisor", "container", "gvisor")
+    assert b"isolation" not in identity_bytes(task())
+    assert identity_bytes(options) != identity_bytes(task())
+
+
 def test_functions_keep_none() -> None:
     options = ReasoningGymConfig(name="g", dataset="basic_arithmetic", tools=(ToolConfig(name="calculator"),))
     assert (options.keeps_sandbox, _sandbox_use(options)) == (False, None)
@@ -38,6 +48,10 @@ def test_functions_keep_none() -> None:
         ({"prepare": [[]]}, "without a program"),
         ({"prepare": [["true"], [""]]}, "without a program"),
         ({"substrate": "vm"}, "vm"),
+        ({"substrate": "gvisor"}, "gvisor"),
+        ({"substrate": "microvm", "isolation": "gvisor"}, "isolation is gvisor, but substrate is microvm"),
+        ({"substrate": "function", "isolation": "gvisor", "submission": []}, "leave isolation out"),
+        ({"isolation": "runc"}, "runc"),
     ],
 )
 def test_what_cannot_be_is_said(settings: dict[str, Any], said: str) -> None:

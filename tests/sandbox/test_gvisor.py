@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rollforward.sandbox import cgroups, gvisor
-from rollforward.sandbox.config import KeptSubstrate, Limits
+from rollforward.sandbox.config import KeptSubstrate, Limits, ToolConfig
 from rollforward.sandbox.container import Container
 from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.gvisor import GVisorSubstrate
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module", params=["container", *GVISOR])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(tools_in(tmp_path_factory.mktemp("tools")), substrate=request.param) as made:
+    shipped = [ToolConfig(name=name, timeout_s=20.0) for name in ("bash", "python")]
+    with World([*tools_in(tmp_path_factory.mktemp("tools")), *shipped], substrate=request.param) as made:
         yield made
 
 
@@ -64,6 +65,8 @@ async def test_where_there_is_no_runsc_it_is_said_what_to_do(monkeypatch: pytest
     assert "Debian 13: apt-get install runsc" in said
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no runsc on PATH" in await refused(substrate())
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert "the user here is 1234" in await refused(substrate())
 
 
 @on_loop
@@ -122,6 +125,9 @@ def test_calls_answer_as_they_do(world: World, container: Container) -> None:
     assert world.call(container, "run", code="answer = 6 * 7").text == "42"
     assert world.call(container, "run", code="import os; os._exit(3)").status == "killed"
     assert world.call(container, "nap", seconds=60).status == "timeout"
+    assert world.call(container, "bash", command="sleep 60 & echo $((6 * 7)); exit 3").text == "42\n[exit status 3]"
+    assert world.call(container, "python", code="print(6 * 7)").text.strip() == "42"
+    assert "42" in world.call(container, "calculator", expression="6 * 7").text
     assert world.call(container, "run", code="answer = 1").text == "1"
 
 
