@@ -105,10 +105,9 @@ class GVisorRoom(command.Room):
     def prepare(self) -> command.Process:
         """See `Room`."""
         process = super().prepare()
-        event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._events[process.pid] = event
+        process.pidfd = self._events[process.pid] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._see_ends([process.pid])  # it may have ended before anyone was to be told
-        return command.Process(process.pid, event, process.channel)
+        return process
 
     def fork(self) -> tuple[int, int]:
         """See `Room`."""

@@ -1,4 +1,5 @@
-"""Latency and memory of containers: `python -m tests.bench.bench_container` (or `pytest ... -m benchmark`).
+"""Latency and memory of containers: `python -m tests.bench.bench_container` (or `pytest ... -m benchmark`); with
+`--isolation gvisor` of those that gVisor isolates.
 
 Prints numbers; asserts only that the work was done. Floors (reference page A3.1): bubblewrap with a Python agent 17 ms
 to its first answer, a command in it 0.63 ms; a forked call 1.26 ms.
@@ -16,6 +17,7 @@ import pytest
 
 from rollforward.sandbox.config import Limits, ToolConfig
 from rollforward.sandbox.container import Container, ContainerSubstrate
+from rollforward.sandbox.gvisor import GVisorSubstrate
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus, SandboxSpec
 
@@ -115,8 +117,9 @@ async def density(substrate: ContainerSubstrate, number: int) -> None:
     say(f"killed together in            {1e3 * (time.perf_counter() - start):.0f} ms")
 
 
-async def main(number: int, many: int) -> None:
-    substrate = ContainerSubstrate(Images({}), label=f"bench-{os.getpid()}", max_sandboxes=max(many, 1) + 8)
+async def main(number: int, many: int, isolation: str = "namespaces") -> None:
+    kind = GVisorSubstrate if isolation == "gvisor" else ContainerSubstrate
+    substrate = kind(Images({}), label=f"bench-{os.getpid()}", max_sandboxes=max(many, 1) + 8)
     start = time.perf_counter()
     await substrate.start()
     say(f"template up in {1e3 * (time.perf_counter() - start):.0f} ms; load {os.getloadavg()[0]:.1f}")
@@ -140,5 +143,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=400, help="times that each thing is done")
     parser.add_argument("--many", type=int, default=300, help="containers at once")
+    parser.add_argument("--isolation", choices=("namespaces", "gvisor"), default="namespaces")
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.number, arguments.many))
+    asyncio.run(main(arguments.number, arguments.many, arguments.isolation))

@@ -109,7 +109,7 @@ def test_commands_end_and_speak_as_they_do(world: World, container: Container) -
 
 
 def test_pids_are_those_that_proc_shows(world: World, container: Container) -> None:
-    result = world.sh(container, "sleep 60 & test -d /proc/$! && pkill -x sleep && wait $!; echo $?")
+    result = world.sh(container, "sleep 60 & sleep 0.3; test -d /proc/$! && pkill -x sleep && wait $!; echo $?")
     assert result.stdout == b"143\n"
     looked = world.sh(container, "cat /proc/1/mem; ls /proc/1/root/program; tr '\\0' ' ' < /proc/1/environ")
     assert looked.stdout in (b"", b"PYTHONHASHSEED=0 HOME=/ ")
