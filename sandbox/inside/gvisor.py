@@ -52,6 +52,7 @@ def main(request: dict[str, Any], descriptors: list[int]) -> None:
     try:
         upper = root.lay(request, lambda upper: restore(upper, snapshot))
     except files.FileError as error:
+        agent.receive(control)  # what is not read when this ends would be told as a broken connection
         system.write_all(control, frames.pack({"id": 0, "kind": "snapshot", "error": str(error)}))
         return
     _lay_base(request["shows"])
