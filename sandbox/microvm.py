@@ -11,6 +11,8 @@ its end in time, and are emulated (TCG) elsewhere; `platform` of a sandbox says 
   make results up, or say that memory ran out, or end the sandbox. It gets nobody else's sandbox, and none of the host.
 - Computing time: an emulator computes as much as one processor, until the command's deadline.
 - Timing: who shares the processor can be measured, and under TCG nothing defends against what a processor speculates.
+- Under TCG the guest's kernel is without what would shield it from its own flaws and is dear there: addresses that
+  change, memory that is cleared first, accesses to a user's memory that are refused but where they are meant.
 - Commands of one sandbox from each other: they are one user and share files and the loopback network.
 - Where the host's user is not root, the emulator is that user. It sees no file of his but this Python and what it is
   handed to read, the disks of the user's cache: those whoever is in there could write to, which every supervisor that

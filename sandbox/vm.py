@@ -43,9 +43,16 @@ _CODE_MIB: Final = 64
 """For code that is translated."""
 _SANDBOX: Final = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _KERNEL_ARGUMENTS: Final = (
-    "console=ttyS0 quiet panic=-1 reboot=t rdinit=/init mitigations=off random.trust_cpu=on apparmor=0 audit=0"
-    " PYTHONHASHSEED=0"
+    "console=ttyS0 quiet panic=-1 reboot=t rdinit=/init mitigations=off random.trust_cpu=on audit=0 psi=0"
+    " lsm=landlock PYTHONHASHSEED=0"
 )
+_EMULATED_CPU: Final = "max,la57=off,erms=off,fsrm=off,smap=off"
+_EMULATED_ARGUMENTS: Final = (
+    "norandmaps tsc=reliable clearcpuid=rep_good init_on_alloc=0 hardened_usercopy=off randomize_kstack_offset=off"
+)
+"""What costs an emulated processor most and shields no host: addresses that change, for which all code would be
+translated again; string instructions, which it repeats one by one; a second view of memory (smap); and memory that a
+kernel clears or checks against its own flaws."""
 
 
 class Disk(NamedTuple):
@@ -90,7 +97,7 @@ class Layout(NamedTuple):
         disks = [(disk.serial, disk.digest) for disk in self.disks]
         private = (*self.private_disk, self.private_digest)
         hardware = (self.accelerator, self.memory_bytes, disks, private)
-        return digest(_FORM, said, cpu, _KERNEL_ARGUMENTS, self.boot_key, hardware)
+        return digest(_FORM, said, cpu, _KERNEL_ARGUMENTS, _EMULATED_ARGUMENTS, _EMULATED_CPU, self.boot_key, hardware)
 
 
 @functools.lru_cache(maxsize=8)
@@ -177,7 +184,7 @@ def common_arguments(layout: Layout) -> list[str]:
     command += ["-sandbox", _SANDBOX, "-smp", "1", "-m", f"{layout.memory_bytes // MIB}M", "-serial", "chardev:console"]
     if layout.accelerator == "kvm":
         return [*command, "-accel", "kvm", "-cpu", "host"]
-    return [*command, "-accel", f"tcg,thread=single,tb-size={_CODE_MIB}", "-cpu", "max,la57=off"]
+    return [*command, "-accel", f"tcg,thread=single,tb-size={_CODE_MIB}", "-cpu", _EMULATED_CPU]
 
 
 def port_arguments(given: Given, sockets: Sequence[tuple[str, int]], device: str) -> list[str]:
@@ -210,7 +217,6 @@ def boot_arguments(layout: Layout, given: Given, kernel: int, initial: int, cons
     """What a machine is told that boots."""
     told = _KERNEL_ARGUMENTS
     if layout.accelerator == "tcg":
-        # Code that lies elsewhere each time would be translated each time; what shields the agent is no address.
-        told += f" norandmaps tsc=reliable tsc_early_khz={tsc_khz()}"
+        told += f" {_EMULATED_ARGUMENTS} tsc_early_khz={tsc_khz()}"
     command = ["-kernel", given.path(kernel), "-initrd", given.path(initial), "-append", told]
     return [*command, "-chardev", f"file,id=console,append=on,path={given.path(console)}"]

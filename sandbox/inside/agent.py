@@ -14,7 +14,6 @@ the host's user is root are of another user. It never looks at what a command ma
 import contextlib
 import fcntl
 import gc
-import json
 import marshal
 import os
 import resource
@@ -28,7 +27,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from rollforward.sandbox.inside import command, files, frames, root, snapshots, system
-from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES, Tools, describe, import_tool
+from rollforward.sandbox.inside.answers import Tools, describe, import_tool
+from rollforward.sandbox.inside.running import CHUNK_BYTES, Running, make_pipes
 
 _RIGHTS: Final = (
     system.CAP_SYS_ADMIN
@@ -146,60 +146,24 @@ def receive(control: int) -> tuple[frames.Head, list[bytes]]:
         os._exit(0)  # the host has closed, or is gone
 
 
-class _Kept:
-    """The first and last bytes of a stream, and how many there were."""
-
-    def __init__(self, most: int) -> None:
-        self._first, self._last = most - most // 2, most // 2
-        self._head, self._tail = bytearray(), bytearray()
-        self.total = 0
-
-    def add(self, data: bytes) -> None:
-        self.total += len(data)
-        room = self._first - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        self._tail += data
-        if len(self._tail) > 2 * self._last + (1 << 16):
-            del self._tail[: len(self._tail) - self._last]
-
-    def ends_with(self, end: bytes) -> bool:
-        return (self._tail or self._head).endswith(end)
-
-    def value(self) -> bytes:
-        return bytes(self._head + self._tail[max(len(self._tail) - self._last, 0) :])
-
-
-class _Running:
-    """A command or call that runs: its process, and this side's ends of what it writes and reads."""
-
-    def __init__(self, request: frames.Head, process: command.Process, stdin: bytes, output_bytes: int) -> None:
-        """`ends` are those of its input, output and errors; none for a call."""
-        self.request = request
-        self.process = process
-        self.is_call = request["op"] == "call"
-        self.start = time.monotonic()
-        self.end = self.start + request["wall_s"]
-        self.is_over = False
-        self.is_answered = False
-        self.stdin_bytes = memoryview(stdin)
-        self.report_bytes = MAX_ANSWER_BYTES + 1 if self.is_call else 1 << 16
-        self.report = _Kept(2 * self.report_bytes)
-        self.output, self.errors = _Kept(output_bytes), _Kept(output_bytes)
-        self.stdin = self.stdout = self.stderr = -1
-        self.kept = {process.channel: self.report}
-
-    def attach(self, stdin: int, stdout: int, stderr: int) -> None:
-        """Take this side's ends of a command's pipes."""
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        self.kept |= {stdout: self.output, stderr: self.errors}
-
-    def has_said_too_much(self) -> bool:
-        return self.report.total > self.report_bytes
-
-    def kill(self) -> None:
-        self.process.kill()
+def receive_all(control: int) -> list[tuple[frames.Head, list[bytes]]]:
+    """The messages that have come, one at least; the rest of one that has come in part is waited for. Ends the process
+    where there is none."""
+    found: list[tuple[frames.Head, list[bytes]]] = []
+    start = 0
+    try:
+        data = os.read(control, CHUNK_BYTES)
+        while not found or start < len(data):
+            if (missing := start + frames.LENGTH.size - len(data)) > 0:
+                data += system.read_exactly(control, missing)
+            end = start + frames.LENGTH.size + frames.LENGTH.unpack_from(data, start)[0]
+            if end > len(data):
+                data += system.read_exactly(control, end - len(data))
+            found.append(frames.unpack(data[start + frames.LENGTH.size : end]))
+            start = end
+    except (EOFError, OSError):
+        os._exit(0)  # the host has closed, or is gone
+    return found
 
 
 class Agent:
@@ -212,9 +176,12 @@ class Agent:
         self._closing: list[int] = []
         self._spare: command.Process | None = None
         self._spare_at = 0.0
-        self._running: dict[int, _Running] = {}
-        self._owners: dict[int, _Running] = {}
+        self._pipes: tuple[tuple[int, int], list[int]] | None = None
+        """Those of the next command, made while nobody waits."""
+        self._running: dict[int, Running] = {}
+        self._owners: dict[int, Running] = {}
         self._streams: deque[tuple[frames.Head, Iterator[tuple[frames.Head, bytes]]]] = deque()
+        self._asked: deque[tuple[frames.Head, list[bytes]]] = deque()
         self._poller = select.poll()
         self._poller.register(_CONTROL, select.POLLIN)
 
@@ -225,9 +192,14 @@ class Agent:
                 self._spare_at = time.monotonic() + _RETRY_S
                 with contextlib.suppress(OSError):  # the next command tries again, and is told
                     self._spare = self._room.prepare()
+            if self._pipes is None and not self._running:
+                with contextlib.suppress(OSError):  # likewise
+                    self._pipes = make_pipes()
             for descriptor, event in self._poller.poll(self._wait_ms()):
                 if descriptor == _CONTROL:
-                    self._take(*receive(_CONTROL))
+                    self._asked.extend(receive_all(_CONTROL))
+                    while self._asked:
+                        self._take(*self._asked.popleft())
                 elif (running := self._owners.get(descriptor)) is not None:
                     self._look(running, descriptor, event)
             while self._closing:  # only now: an event of this round must not be taken for that of a later descriptor
@@ -287,7 +259,9 @@ class Agent:
                     self._answer(request, {"fault": self._fault()})
                 case "hold":
                     self._answer(request, {})
-                    receive(_CONTROL)  # until then it says nothing, and between two messages it may be saved
+                    if not self._asked:  # until the next it says nothing, and between two messages it may be saved
+                        self._asked.extend(receive_all(_CONTROL))
+                    self._asked.popleft()
                 case operation:
                     self._answer(request, {"error": f"there is no operation {operation}"})
         except files.FileError as error:
@@ -308,15 +282,19 @@ class Agent:
 
     def _start(self, request: frames.Head, blob: bytes) -> None:
         """Give a process a command (the blob is its standard input) or a call (it is the call)."""
-        self._bury()
+        if self._running:
+            self._bury()
         if request["op"] == "call":
-            running = _Running(request, self._dispatch(request, blob, []), b"", 0)
+            running = Running(request, self._dispatch(request, blob, []), b"", 0)
             self._spare_at = 0.0  # it will take no other
         else:
-            # Without a pipe where there is nothing to say.
-            stdin, input_end = os.pipe2(os.O_CLOEXEC) if blob else (os.open("/dev/null", os.O_RDONLY), -1)
-            (stdout, output_end), (stderr, errors_end) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-            theirs, ours = [stdin, output_end, errors_end], [input_end, stdout, stderr]
+            (stdout, stderr), theirs = self._pipes or make_pipes()
+            self._pipes = None
+            ours = [-1, stdout, stderr]
+            if blob:  # it has no pipe where there is nothing to say
+                stdin, ours[0] = os.pipe2(os.O_CLOEXEC)
+                os.set_blocking(ours[0], False)
+                theirs.insert(0, stdin)
             try:
                 process = self._dispatch(request, b"", theirs)
             except OSError:
@@ -327,18 +305,19 @@ class Agent:
             finally:
                 for descriptor in theirs:
                     os.close(descriptor)
-            running = _Running(request, process, blob, self._room.limits["output_bytes"])
+            running = Running(request, process, blob, self._room.limits["output_bytes"])
             running.attach(*ours)
             self._spare_at = running.start + _SPARE_AFTER_S * self._room.pace
         self._running[running.process.pid] = running
-        for descriptor in (*running.kept, running.process.pidfd):
-            os.set_blocking(descriptor, False)
+        for descriptor in (running.channel, running.process.pidfd):
             self._watch(running, descriptor, select.POLLIN)
+        if not running.is_call:
+            self._watch(running, running.stdout, select.POLLIN)
+            self._watch(running, running.stderr, select.POLLIN)
         if running.stdin >= 0:
-            os.set_blocking(running.stdin, False)
             self._watch(running, running.stdin, select.POLLOUT)
 
-    def _watch(self, running: _Running, descriptor: int, events: int) -> None:
+    def _watch(self, running: Running, descriptor: int, events: int) -> None:
         self._owners[descriptor] = running
         self._poller.register(descriptor, events)
 
@@ -367,36 +346,37 @@ class Agent:
             raise OSError(error.errno, process.discard() or error.strerror) from None
         return process
 
-    def _look(self, running: _Running, descriptor: int, event: int) -> None:
+    def _look(self, running: Running, descriptor: int, event: int) -> None:
         process = running.process
         if descriptor == process.pidfd:
             self._finish(running)
         elif descriptor == running.stdin:
             self._feed(running, event)
-        elif self._read(running, descriptor) and descriptor == process.channel:
+        elif self._read(running, descriptor) and descriptor == running.channel:
             if running.has_said_too_much():
                 running.kill()
-            elif not running.is_call and not running.is_answered and running.report.ends_with(command.REPORT_END):
+            elif running.has_reported() and not running.is_answered:
                 # Nothing of it is left but the process around it, whose end nobody has to wait for.
                 self._conclude(running, {"code": 0, "cpu_s": 0.0})
                 self._keep(running)
 
-    def _keep(self, running: _Running) -> None:
+    def _keep(self, running: Running) -> None:
         """Have a process wait for the next command, if none does and it can."""
         process = running.process
-        stays = not running.is_over and _of_leader(running.report.value()).get("stays", False)
-        if self._spare is None and stays:
+        stays, _, _ = command.REPORT.unpack(running.report.value())
+        if self._spare is None and stays and not running.is_over:
             self._spare = process
-            self._forget(running, process.channel)
+            self._forget(running, running.channel)
             self._forget(running, process.pidfd)
             del self._running[process.pid]
         else:
-            self._close(running, process.channel)  # which it waits at: it ends
+            self._close(running, running.channel)  # which it waits at: it ends
 
-    def _read(self, running: _Running, descriptor: int) -> bool:
+    def _read(self, running: Running, descriptor: int) -> bool:
         """Read what there is; False where there is nothing more."""
         try:
-            chunk = os.read(descriptor, 1 << 16)
+            is_channel = descriptor == running.channel
+            chunk = running.process.read() if is_channel else os.read(descriptor, CHUNK_BYTES)
         except BlockingIOError:
             return False
         except ConnectionResetError:  # it ended before it had read its request; what it has said comes next
@@ -407,9 +387,9 @@ class Agent:
             self._close(running, descriptor)
         return bool(chunk)
 
-    def _feed(self, running: _Running, event: int) -> None:
+    def _feed(self, running: Running, event: int) -> None:
         try:
-            done = 0 if event & select.POLLERR else os.write(running.stdin, running.stdin_bytes[: 1 << 16])
+            done = 0 if event & select.POLLERR else os.write(running.stdin, running.stdin_bytes[:CHUNK_BYTES])
         except BlockingIOError:
             return
         except OSError:
@@ -418,11 +398,13 @@ class Agent:
         if done == 0 or not running.stdin_bytes:
             self._close(running, running.stdin)
 
-    def _close(self, running: _Running, descriptor: int) -> None:
+    def _close(self, running: Running, descriptor: int) -> None:
         if self._forget(running, descriptor):
+            if descriptor == running.channel:
+                running.process.channel.detach()
             self._closing.append(descriptor)
 
-    def _forget(self, running: _Running, descriptor: int) -> bool:
+    def _forget(self, running: Running, descriptor: int) -> bool:
         """Whether it was watched."""
         if self._owners.get(descriptor) is not running:
             return False
@@ -430,21 +412,23 @@ class Agent:
         self._poller.unregister(descriptor)
         return True
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: Running) -> None:
         """Its first process has ended, and with it all that it had started."""
         process = running.process
         _, status, usage = os.wait4(process.pid, 0)
         if not running.is_answered:
             used = {"code": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
             self._conclude(running, used)
-        self._close(running, process.channel)
+        self._close(running, running.channel)
         self._close(running, process.pidfd)
         del self._running[process.pid]
 
-    def _conclude(self, running: _Running, used: frames.Head) -> None:
+    def _conclude(self, running: Running, used: frames.Head) -> None:
         """Read what is left, and answer."""
         request = running.request
         for descriptor in list(running.kept):
+            if descriptor == running.channel and running.has_reported():
+                continue
             for _ in range(_LAST_READS):
                 if self._owners.get(descriptor) is not running or not self._read(running, descriptor):
                     break
@@ -452,6 +436,7 @@ class Agent:
             self._close(running, descriptor)
         running.is_answered = True
         head = {
+            "id": request["id"],
             **used,
             "is_over": running.is_over,
             "seconds": time.monotonic() - running.start,
@@ -461,11 +446,15 @@ class Agent:
             head["ooms"] = oom_kills(self._events)
         report = running.report.value()
         if running.is_call:
-            self._answer(request, head, report[: running.report_bytes])
+            _say(head, report[: running.report_bytes])
             return
         out, err = running.output, running.errors
-        totals = {"stdout_bytes": out.total, "stderr_bytes": err.total}
-        self._answer(request, {**head, **totals, **_of_leader(report)}, out.value(), err.value())
+        head["stdout_bytes"], head["stderr_bytes"] = out.total, err.total
+        if not running.process.is_ready:
+            head["not_run"] = report.decode("utf-8", "replace")
+        elif len(report) >= command.REPORT.size:  # what the process around a command said of it
+            _, head["leader"], head["leader_cpu_s"] = command.REPORT.unpack(report)
+        _say(head, out.value(), err.value())
 
 
 def oom_kills(events: int) -> int:
@@ -474,14 +463,5 @@ def oom_kills(events: int) -> int:
     Args:
         events: a descriptor of its memory.events.
     """
-    for line in os.pread(events, 1 << 12, 0).splitlines():
-        if line.startswith(b"oom_kill "):
-            return int(line.split()[1])
-    return 0
-
-
-def _of_leader(report: bytes) -> frames.Head:
-    """What the process around a command said of it."""
-    if not report.startswith(command.ENTERED):
-        return {"not_run": report.decode("utf-8", "replace")}
-    return json.loads(report[1:]) if len(report) > 1 else {}
+    _, _, rest = os.pread(events, 1 << 12, 0).partition(b"\noom_kill ")
+    return int(rest.partition(b"\n")[0] or 0)

@@ -12,6 +12,8 @@ LENGTH: Final = struct.Struct("<I")
 MAX_BYTES: Final = 1 << 30
 """A message is shorter."""
 _MAX_BLOBS: Final = 4096
+_ENCODE: Final = json.JSONEncoder(check_circular=False).encode
+_DECODE: Final = json.JSONDecoder().raw_decode
 
 Head = dict[str, Any]
 """The JSON object."""
@@ -19,7 +21,7 @@ Head = dict[str, Any]
 
 def pack(head: Head, *blobs: bytes) -> bytes:
     """The message with its length in front."""
-    text = json.dumps({**head, "blobs": [len(blob) for blob in blobs]}).encode()
+    text = _ENCODE({**head, "blobs": [*map(len, blobs)]}).encode()
     size = LENGTH.size + len(text) + sum(map(len, blobs))
     return b"".join((LENGTH.pack(size), LENGTH.pack(len(text)), text, *blobs))
 
@@ -38,7 +40,10 @@ def unpack(data: bytes, *, max_head_bytes: int = MAX_BYTES) -> tuple[Head, list[
         (size,) = LENGTH.unpack_from(data)
         if size > max_head_bytes:
             raise ValueError(f"no message: its JSON has {size} bytes")
-        head = json.loads(data[LENGTH.size : LENGTH.size + size])
+        text = data[LENGTH.size : LENGTH.size + size].decode()
+        head, end = _DECODE(text)
+        if end != len(text):
+            raise ValueError("no message: its JSON has more behind it")
         lengths = head["blobs"]
     except (struct.error, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"no message: {type(error).__name__}") from None

@@ -56,7 +56,7 @@ def main() -> None:
         system.no_new_privileges()
         control, keeper = _come_up(manifest)
         system.write_all(keeper, frames.pack({"id": 0, "kind": "", "error": ""}))
-        _serve(control, keeper)
+        _serve(control, keeper, _programs(manifest["prefix"]))
     except BaseException:  # noqa: BLE001, the host keeps what is said here
         traceback.print_exc()
         sys.stderr.flush()
@@ -202,7 +202,13 @@ def _empty_free_memory() -> None:
         mmap.mmap(-1, free - spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_POPULATE).close()
 
 
-def _serve(control: int, keeper: int) -> None:
+def _programs(prefix: str) -> list[str]:
+    """Directories that the image `host` shows as they are: files of an overlay take longer to open, and every program
+    opens some."""
+    return ["/usr"] if prefix.startswith("/usr") else ["/usr", prefix]
+
+
+def _serve(control: int, keeper: int, programs: list[str]) -> None:
     """Wait to be woken, have an agent serve the host, and tell how it ended."""
     wake, _ = agent.receive(keeper)
     _renew(wake)
@@ -214,7 +220,7 @@ def _serve(control: int, keeper: int) -> None:
     given = [control, *([snapshot] if snapshot >= 0 else []), events, procs]
     request = {
         "image": [*(f"/images/{name}" for name in wake["image"]), root.FRAME],
-        "binds": [],
+        "binds": programs if wake["image"] == [_SYSTEM] else [],
         "uid": root.USER,
         "private": f"/{_PRIVATE}" if os.path.isdir(f"/{_PRIVATE}") else "",
         "disk_bytes": wake["disk_bytes"],

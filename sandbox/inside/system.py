@@ -161,6 +161,11 @@ def adopt_orphans() -> None:
     check(_LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "adopting orphans")
 
 
+def look_in(path: str) -> None:
+    """Have programs that `os.posix_spawnp` starts by name alone be looked for in these directories, as of a PATH."""
+    check(_LIBC.setenv(b"PATH", os.fsencode(path), 1), "saying where programs are")
+
+
 def no_new_privileges() -> None:
     """No program that this process or what it starts executes has more rights than it, for good."""
     check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up new privileges")
