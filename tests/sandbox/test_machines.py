@@ -42,6 +42,25 @@ def test_a_command_runs_with_its_output_its_input_and_its_status(world: MachineW
     assert world.sh(machine, "id -u; pwd; echo $HOME; uname -n").stdout == b"1000\n/workspace\n/home\nsandbox\n"
 
 
+def test_a_command_is_found_by_its_own_path_and_has_all_that_it_is_given(
+    world: MachineWorld, machine: Instance
+) -> None:
+    world.do(machine.upload({"found": b"#!/bin/sh\necho found\n"}))
+    assert world.sh(machine, "chmod 755 found").status == ExecStatus.OK
+    found = world.do(machine.exec(ExecRequest(argv=("found",), env={"PATH": "/nowhere:/workspace"})))
+    assert (found.status, found.stdout) == (ExecStatus.OK, b"found\n")
+    absent = world.do(machine.exec(ExecRequest(argv=("found",))))  # whose PATH is not the last one's
+    assert (absent.exit_code, absent.stderr) == (127, b"found: No such file or directory\n")
+    refused = world.do(machine.exec(ExecRequest(argv=("tmp",), env={"PATH": "/"})))
+    assert refused.exit_code == 126
+    long = "x" * 100_000  # more than is read at a time
+    said = world.do(machine.exec(ExecRequest(argv=("sh", "-c", "echo ${#0} ${#A}; wc -c", long), env={"A": long})))
+    assert said.stdout == b"100000 100000\n0\n"
+    unread = world.do(machine.exec(ExecRequest(argv=("true",), stdin=bytes(4 * MIB), wall_s=60.0)))
+    assert unread.status == ExecStatus.OK
+    world.sh(machine, "rm found")
+
+
 def test_a_deadline_kills_and_the_machine_goes_on(world: MachineWorld, machine: Instance) -> None:
     result = world.sh(machine, "sleep 100 & while :; do :; done", wall_s=1.0)
     assert result.status == ExecStatus.TIMEOUT
