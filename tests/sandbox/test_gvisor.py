@@ -194,11 +194,12 @@ def test_only_one_that_is_as_new_is_fresh(world: World) -> None:
     for dirty, clean in (
         ("touch /tmp//x", "rm /tmp//x"),
         ("touch /dev/shm/x", "rm /dev/shm/x"),
-        ("chmod 700 /home", ":"),
+        ("chmod 700 /home", "chmod 755 /home"),
     ):
         assert world.sh(made, dirty).status == ExecStatus.OK
         assert not world.do(made.is_fresh())
-        world.sh(made, clean)
+        assert world.sh(made, clean).status == ExecStatus.OK
+        wait_for(lambda: world.do(made.is_fresh()))
     world.do(made.kill())
 
 
