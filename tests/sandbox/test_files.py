@@ -1,4 +1,4 @@
-"""Proves: of whoever failed the last line is told, however much it has said, and nothing that writes on is disturbed."""
+"""Proves: of whoever failed the last line is told, however much it has said; whoever writes on is not disturbed."""
 
 import os
 import tempfile
