@@ -101,9 +101,10 @@ def _state(pid: int) -> str:
 
 
 def _shared_memory() -> set[str]:
-    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} | {
-        f"segment {line.split()[1]}" for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    }
+    """Files, and segments of other users: of this one's nobody can say whose they are."""
+    segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text(encoding="ascii").splitlines()[1:]]
+    found = {f"segment {fields[1]} of user {fields[7]}" for fields in segments if int(fields[7]) != os.geteuid()}
+    return found | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
 
 
 def _opened_shared_memory() -> set[str]:
