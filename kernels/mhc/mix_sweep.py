@@ -98,7 +98,7 @@ class Exchange(NamedTuple):
     rounds: Tensor
     """[G, D / 256] int32."""
     sums: Tensor
-    """[G, 8, D / 256, 12, 16, 4] int32."""
+    """[G, 8, 16, D / 256 + 1, 12, 4] int32: of a round, a token, a block, and last what the token's own says to all."""
 
 
 class Entered(NamedTuple):
@@ -131,10 +131,10 @@ def exchange(N: int, D: int, device: torch.device) -> Exchange:
             " Use the reference."
         )
     groups = max(1, min(groups, -(-N // TOKENS)))
-    one = SLOTS * PACKS * TOKENS * 4
-    memory = torch.zeros(groups * parts * (one + 1), dtype=torch.int32, device=device)
-    sums, rounds = memory.split([groups * parts * one, groups * parts])
-    return Exchange(rounds.view(groups, parts), sums.view(groups, SLOTS, parts, PACKS, TOKENS, 4))
+    one = SLOTS * TOKENS * (parts + 1) * PACKS * 4
+    memory = torch.zeros(groups * (one + parts), dtype=torch.int32, device=device)
+    sums, rounds = memory.split([groups * one, groups * parts])
+    return Exchange(rounds.view(groups, parts), sums.view(groups, SLOTS, TOKENS, parts + 1, PACKS, 4))
 
 
 def shared_exchange(N: int, D: int, device: torch.device) -> Exchange:

@@ -6,10 +6,14 @@ token's entries have an order that depends on D alone, so a row's bits depend ne
 Callers: `mix_sweep`.
 
 `across` reads and writes a token once. A group of D / 256 blocks, which stay, takes 16 tokens a round; a block has 256
-columns of each stream, and its part of the projection in registers. Its partial sums go to the others of its group
-through memory, three floats and the number of the round in one access of 16 bytes, so that who finds the number has the
-floats; the numbers go on from launch to launch, so nothing is cleared. Eight warps compute; three gather the sums of a
-round, which is merged two rounds later from what lies on the chip; one has Sinkhorn of the rounds that are its block's.
+columns of each stream, and its part of the projection in registers. Eight warps compute. One thread has bulk copies
+move a round in and out, as lines of 64 columns a token whose 16-byte chunks are permuted so that lanes meet in no bank.
+A block's partial sums go to the block that has the token, one of whose warps adds them and says to all what the
+token's streams are multiplied by; another warp waits for that, for all tokens of a round, which is merged four rounds
+later from what lies on the chip; a third has Sinkhorn of the block's own tokens. What blocks say is three floats and
+the number of the round in one access of 16 bytes, so that who finds the number has the floats; the numbers go on from
+launch to launch, so nothing is cleared, and no place is written again before all have read it: no block is five rounds
+ahead of another.
 The mean square of the merged input is pre^T G pre, with G the streams' products with each other, which are summed with
 the projection: where it cancels, the streams' own rounding moves the input by more.
 """
@@ -17,6 +21,7 @@ the projection: where it cancels, the streams' own rounding moves the input by m
 # Long because a program is one function, and its file imports nothing of ours.
 
 import tilelang.language as T
+from tilelang import tvm
 from tilelang.language import PrimFunc
 
 M, PLACES = 4, 32
@@ -31,20 +36,29 @@ THREADS, EACH = 256, 8
 COLUMNS, TOKENS = 256, 16
 """Columns of a stream that a block has, and tokens of a round: two for each quad of a warp's lanes, eight apart."""
 
-LAG, AHEAD = 2, 2
+LAG, AHEAD = 4, 1
 """Rounds after which a round is merged, and rounds that are loaded ahead."""
 
-STAGES, STAGE = LAG + AHEAD + 1, M * TOKENS * COLUMNS // 2
-"""Rounds on the chip, and words of each: a thread's 16 bytes are its own, from their load until they are merged."""
+STAGES, WIDE = LAG + AHEAD, 64
+"""Rounds on the chip, and columns that two warps share, one line for each token."""
 
-GATHER = 96
-"""Threads that gather."""
+PART = TOKENS * WIDE // 2
+"""Words of a round's entries in 64 columns of one stream."""
+
+WHOLE = COLUMNS // WIDE * PART
+"""Words of a round's entries in a block's columns of one stream."""
+
+SPACES = AHEAD + 2
+"""Rounds whose sublayer's outputs and weights lie on the chip; the next inputs go out from the same places."""
 
 GATE_PACKS, PACKS, SLOTS = 5, 12, 8
 """Accesses of a token's sums: those that make its input, and all; and rounds that lie in memory at a time."""
 
-KEPT, BARRIERS = 4, 8
-"""Rounds whose sums lie on the chip, and barriers in turn: no waiting thread is that many rounds behind."""
+KEPT, BARRIERS = LAG, 8
+"""Rounds whose gates lie on the chip, and barriers in turn: no waiting thread is that many rounds behind."""
+
+SENT_NS, SAID_NS = 400, 1500
+"""How long sums, and what is said of them, are on their way: who asks earlier is one more whom memory has to serve."""
 
 GRAM = ((0, 0, 0, 1), (1, 0, 2, 3), (2, 1, 1, 2), (3, 3, 1, 3), (4, 2, 2, 3))
 """Products that give all ten of G: number, one side, two of the other side."""
@@ -54,6 +68,9 @@ PAIRS = tuple((2 * i + h, one, others[h]) for i, one, *others in GRAM for h in (
 
 SQUARES = M + 2 * len(GRAM)
 """Place of the streams' own sum of squares among a token's sums: pre, G, this, post and comb, this again."""
+
+OUT, OUT_SQUARES = 3 * GATE_PACKS, 3 * PACKS - 1
+"""Places of the first of post and comb, and of the squares again."""
 
 PRELUDE = """
 __device__ __forceinline__ unsigned int two_of_bf16(float low, float high) {
@@ -82,11 +99,16 @@ __device__ __forceinline__ void get(const char* from, int* word) {
       " mov.b128 {low, high}, all; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
       : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(from) : "memory");
 }
-template <int COUNT> __device__ __forceinline__ void gather(const void* from, int apart, int round, float* sums) {
+template <int COUNT> __device__ __forceinline__ void gather(
+    const void* from, int apart, int count, int round, float* sums) {
   const char* at = (const char*)from;
   int word[COUNT][4];
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) get(at + i * apart, word[i]);
+  for (int i = 0; i < COUNT; ++i) {
+    word[i][0] = word[i][1] = word[i][2] = 0;
+    word[i][3] = round;
+    if (i < count) get(at + i * apart, word[i]);
+  }
   bool all;
   int turns = 0;
   do {
@@ -177,25 +199,31 @@ def _mix(kept, first, raw, mixing):
 
 
 @T.macro
-def _gates(whole, b, g, q, gate, found, scaling, basis, eps, norm_eps, D: int, head: bool):
-    """A quad's two tokens: what each stream is multiplied by to be merged; found: 1 / rms, the lane's pre, 1 / rms of
-    the input."""
-    for n in T.unroll(2):
-        found[n, 0] = T.rsqrt(whole[b, SQUARES, n * 8 + g] / (M * D) + norm_eps)
-        found[n, 1] = _sigmoid(whole[b, q, n * 8 + g] * found[n, 0] * scaling + basis) + eps
-        found[n, 2] = 0.0
-    for n in T.unroll(2):
-        for j in T.unroll(M):
-            gate[n, j] = T.shfl_sync(found[n, 1], j, width=M)
+def _gates(whole, q, gate, found, scaling, basis, eps, norm_eps, D: int, head: bool):
+    """What each stream of a token is multiplied by to be merged; found: 1 / rms, the lane's pre, 1 / rms of the
+    input."""
+    found[0] = T.rsqrt(whole[SQUARES] / (M * D) + norm_eps)
+    found[1] = (
+        _sigmoid(
+            T.if_then_else(
+                q < 2, T.if_then_else(q == 0, whole[0], whole[1]), T.if_then_else(q == 2, whole[2], whole[3])
+            )
+            * found[0]
+            * scaling
+            + basis
+        )
+        + eps
+    )
+    for j in T.unroll(M):
+        gate[j] = T.shfl_sync(found[1], j, width=M)
+    found[2] = 1.0
     if not head:
+        found[2] = 0.0
         for at, one, other in PAIRS:
-            for n in T.unroll(2):
-                both = gate[n, one] * gate[n, other]
-                found[n, 2] += (1.0 if one == other else 2.0) * both * whole[b, M + at, n * 8 + g]
-        for n in T.unroll(2):
-            found[n, 2] = T.rsqrt(T.max(found[n, 2], 0.0) / D + norm_eps)
-            for j in T.unroll(M):
-                gate[n, j] *= found[n, 2]
+            found[2] += (1.0 if one == other else 2.0) * (gate[one] * gate[other]) * whole[M + at]
+        found[2] = T.rsqrt(T.max(found[2], 0.0) / D + norm_eps)
+    for j in T.unroll(M):
+        gate[j] *= found[2]
 
 
 @T.macro
@@ -246,21 +274,40 @@ def _sinkhorn(comb, sums, rest, eps, iters: int):
         _over(comb, sums, rest, eps, M, 1)
 
 
+def _streams(streams, N, D):
+    """How a bulk copy takes a block's columns of all streams of a round's tokens: by 64 columns, streams, tokens."""
+    sizes, strides, box = (WIDE, N, M, D // WIDE), (2, M * D * 2, D * 2, WIDE * 2), (WIDE, TOKENS, M, COLUMNS // WIDE)
+    return T.create_tma_descriptor(9, 4, streams.data, *sizes, *strides, *box, 1, 1, 1, 1, 0, 3, 2, 0)
+
+
+def _rows(rows, N, D):
+    """The same of the sublayer's output or the next one's input."""
+    sizes, strides, box = (WIDE, N, D // WIDE), (2, D * 2, WIDE * 2), (WIDE, TOKENS, COLUMNS // WIDE)
+    return T.create_tma_descriptor(9, 3, rows.data, *sizes, *strides, *box, 1, 1, 1, 0, 3, 2, 0)
+
+
+def _mixings(before, N):
+    """The same of the weights of a round's tokens."""
+    return T.create_tma_descriptor(7, 2, before.data, PLACES, N, 4, PLACES * 4, PLACES, TOKENS, 1, 1, 0, 3, 2, 0)
+
+
+def _store(descriptor, source, *at):
+    return T.call_intrin("handle", tvm.ir.Op.get("tl.tma_store"), descriptor, T.address_of(source), *at, 0, 0)
+
+
 def _loads(D: int, leaves: bool, X: int, tiles: int):
     """What comes to the chip: a thread's entries of a round, and the block's columns of the projection."""
-    first_word = (STAGES - 3) * STAGE  # of the stages that the projection comes through before they are a round's
+    first_word = (STAGES - 3) * M * WHOLE  # of the stages that the projection comes through before they are a round's
 
     @T.macro
-    def load_ahead(x, f, ahead, of_f, tile, stage, thread, column, N):
-        for n in T.unroll(2):
-            token = tile * TOKENS + n * 8 + thread % 32 // 4
-            if token < N:
-                for m in T.unroll(M):
-                    place = stage % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
-                    _move("copy_ahead", ahead[place], x[token, m * D + column])
-                if leaves:
-                    _move("copy_ahead", of_f[stage % (AHEAD + 1), n, thread, 0], f[token, column])
-        _do("close_copies")
+    def load_ahead(x, f, before, ahead, of_f, mixings, full, row, round, part, N):
+        """A round, by one thread."""
+        stage, space, chunk = round % STAGES, round % SPACES, part * (COLUMNS // WIDE)
+        T.mbarrier_arrive_expect_tx(full[stage], ((M + 1) * WHOLE + TOKENS * PLACES if leaves else M * WHOLE) * 4)
+        T.tma_load(_streams(x, N, D), full[stage], T.address_of(ahead[stage * M * WHOLE]), 0, row, 0, chunk, 0)
+        if leaves:
+            T.tma_load(_rows(f, N, D), full[stage], T.address_of(of_f[space * WHOLE]), 0, row, chunk, 0)
+            T.tma_load(_mixings(before, N), full[stage], T.address_of(mixings[space * TOKENS * PLACES]), 0, row, 0)
 
     @T.macro
     def load_projection(fn, ahead, thread, column):
@@ -269,7 +316,11 @@ def _loads(D: int, leaves: bool, X: int, tiles: int):
             for i in T.unroll(X // 4):
                 row = i * 4 + thread % 32 // 8
                 place = (thread // 32 * X * M + m * X + row) * 32 + (thread % 8 ^ (row & 1)) * 4
-                _move("copy_ahead", ahead[first_word + place], fn[row, m * D + column + thread % 8 * 4])
+                _move(
+                    "copy_ahead",
+                    ahead[first_word + place],
+                    fn[row, m * D + column + thread % 8 // 2 * 16 + thread % 2 * 4],
+                )
             _do("close_copies")
 
     @T.macro
@@ -277,7 +328,7 @@ def _loads(D: int, leaves: bool, X: int, tiles: int):
         """Into registers as the sum of two bfloat16, 16 bits of each number: rows of the upper halves, of the lower."""
         g = thread % 32 // 4
         for m in tuple(range(M)):
-            _do(f"wait_copies<{M - 1 - m + LAG}>")
+            _do(f"wait_copies<{M - 1 - m}>")
             T.sync_warp()
             for i in T.unroll(tiles):
                 row = T.min(8 * i + g, X - 1)
@@ -309,22 +360,11 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
     rounds_had [G, D / 256] and sums are what the groups tell each other; zeros at first, then as they are left.
     """
     parts, (X, tiles, packs) = D // COLUMNS, (M, 1, GATE_PACKS) if head else (24, 3, PACKS)
-    owners = max(count for count in (1, 2, 3, 4) if parts % count == 0)  # of a round: who has Sinkhorn of its tokens
-    share, cycle = -(-TOKENS // owners), parts // owners
-    out_packs, outs = max(packs - GATE_PACKS, 1), M + M * M
-    sources = tuple((start, min(16, parts - start)) for start in range(0, parts, 16))
+    share = -(-TOKENS // parts)  # tokens of a round whose sums a block has
+    batch = max(1, 4 // share)  # rounds whose tokens have Sinkhorn at once
+    ring, outs = 2 * batch, M + M * M
     load_ahead, load_projection, split_projection = _loads(D, leaves, X, tiles)
     N, G = T.dynamic("N"), T.dynamic("G")
-
-    @T.macro
-    def collect(sums, group, pack, token, round, three):
-        for i in T.unroll(3):
-            three[i] = 0.0
-        for start, count in sources:
-            _to(
-                *(f"gather<{count}>", sums[group, round & (SLOTS - 1), start, pack, token, 0]),
-                *(PACKS * TOKENS * 16, round + 1, T.address_of(three[0])),
-            )
 
     @T.prim_func
     def across_kernel(
@@ -338,7 +378,7 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
         eps: T.float32,
         norm_eps: T.float32,
         rounds_had: T.Tensor((G, parts), T.int32),
-        sums: T.Tensor((G, SLOTS, parts, PACKS, TOKENS, 4), T.int32),
+        sums: T.Tensor((G, SLOTS, TOKENS, parts + 1, PACKS, 4), T.int32),
         streams: T.Tensor((N if leaves else 1, M * D), T.bfloat16),
         raw_sums: T.Tensor((N, PLACES), T.float32),
         weights: T.Tensor((N, PLACES), T.float32),
@@ -346,22 +386,23 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
     ):
         # Long because a program is one function.
         with T.Kernel(G * parts, threads=THREADS + 128, prelude=PRELUDE) as block:
-            ahead = T.alloc_shared((STAGES * STAGE,), T.uint32)
-            of_f = T.alloc_shared((AHEAD + 1 if leaves else 1, 2, THREADS, 4), T.uint32)
-            partial = T.alloc_shared((THREADS // 32, 3 * packs, TOKENS), T.float32)
-            mixings = T.alloc_shared((KEPT if leaves else 1, TOKENS, outs), T.float32)
-            whole = T.alloc_shared((KEPT, 3 * GATE_PACKS, TOKENS), T.float32)
-            own = T.alloc_shared((share, 3 * out_packs), T.float32)
+            ahead = T.alloc_shared((STAGES * M * WHOLE,), T.uint32)
+            of_f = T.alloc_shared((SPACES * WHOLE,), T.uint32)
+            partial = T.alloc_shared((THREADS // 32, 3 * packs, TOKENS + 2), T.float32)
+            mixings = T.alloc_shared((SPACES * TOKENS * PLACES if leaves else 1,), T.float32)
+            gates = T.alloc_shared((KEPT, TOKENS, M), T.float32)
+            own = T.alloc_shared((ring, share, 3 * PACKS), T.float32)
             norms = T.alloc_shared((COLUMNS,), T.float32)
             bases = T.alloc_shared((X,), T.float32)
+            full = T.alloc_barrier([1] * STAGES)  # a round is there
+            merged = T.alloc_barrier([THREADS // 32] * BARRIERS)  # one before it is merged
             ready = T.alloc_barrier([THREADS // 32] * BARRIERS)  # partial sums of a round are there
             sent = T.alloc_barrier([THREADS // 32] * BARRIERS)  # ... are with the group
-            known = T.alloc_barrier([GATHER // 32] * BARRIERS)  # the group's are here
-            taken = T.alloc_barrier([1] * BARRIERS)  # ... those for Sinkhorn too
-            mixed = T.alloc_barrier([GATHER // 32])  # the first rounds' mixings are there
+            known = T.alloc_barrier([1] * BARRIERS)  # what its tokens' streams are multiplied by is here
+            summed = T.alloc_barrier([1] * ring)  # sums of the block's own tokens are here
+            free = T.alloc_barrier([1] * 2)  # ... have been read
             thread = T.get_thread_binding()
             group, part = block // parts, block % parts
-            slot, turn = part // owners, part % owners
             rounds = T.alloc_var(T.int32)
             had = T.alloc_var(T.int32)
             rounds = (T.ceildiv(N, TOKENS) - group + G - 1) // G
@@ -370,7 +411,7 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
             ):  # never; a program that may wait for its whole grid has all of its blocks started at once
                 T.sync_grid()
             if thread < THREADS:
-                T.inc_max_nreg(208)
+                T.inc_max_nreg(192 if leaves else 184)
                 a = T.alloc_local((M * 2 * tiles * 4,), T.uint32)
                 c = T.alloc_local((tiles * 4,), T.float32)
                 gram = T.alloc_local((len(GRAM) * 4,), T.float32)
@@ -383,49 +424,71 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
                 total = T.alloc_local((3,), T.float32)
                 of_norm = T.alloc_local((EACH,), T.float32)
                 gate = T.alloc_local((2, M), T.float32)
-                found = T.alloc_local((2, 3), T.float32)
-                scaling = T.alloc_var(T.float32)
-                basis = T.alloc_var(T.float32)
                 warp, lane = thread // 32, thread % 32
                 g, q = lane // 4, lane % 4  # a lane's tokens are g and g + 8
-                column = part * COLUMNS + warp * 32 + q * EACH
+                chunk = q * 2 + warp % 2  # of eight; the lanes that access at once meet in no bank
+                mine = g * WIDE // 2 + (chunk ^ g) * 4
 
                 had = rounds_had[group, part]
-                scaling = scale[0]
-                basis = base[q]
                 if rounds > 0:
-                    load_projection(fn, ahead, thread, part * COLUMNS + warp * 32)
+                    load_projection(fn, ahead, thread, part * COLUMNS + warp // 2 * WIDE + warp % 2 * EACH)
                 if not head:
                     _to("move_one", norms[thread], norm[part * COLUMNS + thread])
-                for s in tuple(range(AHEAD + 1)):
-                    if s == LAG:
-                        if rounds > 0:
-                            split_projection(ahead, a, value, thread)
-                        T.sync_threads(1, THREADS)
-                    load_ahead(x, f, ahead, of_f, s * G + group, s, thread, column, N)
-                if leaves:
-                    T.mbarrier_wait_parity(mixed, 0)
+                if rounds > 0:
+                    split_projection(ahead, a, value, thread)
+                T.sync_threads(1, THREADS)
                 for r in T.serial(rounds + LAG):
-                    if r < rounds:
-                        _do(f"wait_copies<{AHEAD}>")
+                    if r >= LAG:
+                        past = r - LAG
+                        T.mbarrier_wait_parity(known[past % BARRIERS], past // BARRIERS & 1)
                         for n in T.unroll(2):
-                            token = (r * G + group) * TOKENS + n * 8 + g
+                            _move("move_four", gate[n, 0], gates[past % KEPT, n * 8 + g, 0])
                             for m in T.unroll(M):
-                                place = r % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
+                                place = (
+                                    ((past % STAGES * (COLUMNS // WIDE) + warp // 2) * M + m) * PART
+                                    + n * PART // 2
+                                    + mine
+                                )
+                                _move("move_four", raw[m, 0], ahead[place])
+                            _merge(raw, gate, n, value)
+                            if not head:
+                                for h in T.unroll(2):
+                                    _move("move_four", of_norm[h * 4], norms[warp // 2 * WIDE + chunk * EACH + h * 4])
+                                for j in T.unroll(EACH):
+                                    value[j] *= of_norm[j]
+                            for h in T.unroll(EACH // 2):
+                                pair[h] = _two(value[2 * h], value[2 * h + 1])
+                            place = ((r - 1) % SPACES * (COLUMNS // WIDE) + warp // 2) * PART + n * PART // 2 + mine
+                            _move("move_four", of_f[place], pair[0])
+                        T.fence_proxy_async()
+                    T.sync_warp()
+                    if lane == 0:
+                        T.mbarrier_arrive(merged[r % BARRIERS])
+                    if r < rounds:
+                        T.mbarrier_wait_parity(full[r % STAGES], r // STAGES & 1)
+                        for n in T.unroll(2):
+                            for m in T.unroll(M):
+                                place = (
+                                    ((r % STAGES * (COLUMNS // WIDE) + warp // 2) * M + m) * PART + n * PART // 2 + mine
+                                )
                                 if leaves:
                                     _move("move_four", raw[m, 0], ahead[place])
                                 else:
                                     _move("move_four", kept[n * 16 + m * 4], ahead[place])
                             if leaves:
-                                _move("move_four", raw[M, 0], of_f[r % (AHEAD + 1), n, thread, 0])
+                                place = (r % SPACES * (COLUMNS // WIDE) + warp // 2) * PART + n * PART // 2 + mine
+                                _move("move_four", raw[M, 0], of_f[place])
                                 for i in T.unroll(outs // 4):
-                                    _move("move_four", mixing[i * 4], mixings[r % KEPT, n * 8 + g, i * 4])
+                                    place = (r % SPACES * TOKENS + n * 8 + g) * PLACES + ((i + 1) ^ g) * 4
+                                    _move("move_four", mixing[i * 4], mixings[place])
                                 _mix(kept, n * 16, raw, mixing)
                                 for m in T.unroll(M):
-                                    place = r % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
-                                    _move("move_four", ahead[place], kept[n * 16 + m * 4])
-                                    if token < N:
-                                        _move("move_four", streams[token, m * D + column], kept[n * 16 + m * 4])
+                                    place = (
+                                        (r % STAGES * (COLUMNS // WIDE) + warp // 2) * M + m
+                                    ) * PART + n * PART // 2
+                                    _move("move_four", ahead[place + mine], kept[n * 16 + m * 4])
+                        if leaves:
+                            T.fence_proxy_async()
                         for n in T.unroll(2):
                             _products(kept, n * 16, a, c, gram, pair, tiles)
                             if n == 0:  # until here the round before may have been read
@@ -448,39 +511,10 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
                         T.sync_warp()
                         if lane == 0:
                             T.mbarrier_arrive(ready[r % BARRIERS])
-                    if r >= LAG:
-                        past = r - LAG
-                        T.mbarrier_wait_parity(known[past % BARRIERS], past // BARRIERS & 1)
-                        _gates(whole, past % KEPT, g, q, gate, found, scaling, basis, eps, norm_eps, D, head)
-                        for n in T.unroll(2):
-                            token = (past * G + group) * TOKENS + n * 8 + g
-                            if warp == 0 and past % cycle == slot and (n * 8 + g) // share == turn and token < N:
-                                weights[token, q] = found[n, 1]
-                                raw_sums[token, q] = whole[past % KEPT, q, n * 8 + g]
-                                if q == 0:
-                                    weights[token, RHO] = found[n, 0]
-                                    if not head:
-                                        weights[token, RMS] = found[n, 2]
-                            for m in T.unroll(M):
-                                place = past % STAGES * STAGE + ((m * 2 + n) * THREADS + thread) * 4
-                                _move("move_four", raw[m, 0], ahead[place])
-                            _merge(raw, gate, n, value)
-                            if not head:
-                                for h in T.unroll(2):
-                                    _move("move_four", of_norm[h * 4], norms[warp * 32 + q * EACH + h * 4])
-                                for j in T.unroll(EACH):
-                                    value[j] *= of_norm[j]
-                            for h in T.unroll(EACH // 2):
-                                pair[h] = _two(value[2 * h], value[2 * h + 1])
-                            if token < N:
-                                _move("move_four", y[token, column], pair[0])
-                    load_ahead(
-                        *(x, f, ahead, of_f, (r + AHEAD + 1) * G + group, r + AHEAD + 1, thread, column, N),
-                    )
                     if r < rounds:
                         T.mbarrier_wait_parity(ready[r % BARRIERS], r // BARRIERS & 1)
-                        pack, token = thread // TOKENS, thread % TOKENS
-                        if pack < packs:
+                        token, pack = thread // packs, thread % packs
+                        if token < TOKENS:
                             for i in T.unroll(3):
                                 for w in T.unroll(8):
                                     value[w] = partial[w, pack * 3 + i, token]
@@ -488,94 +522,149 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
                                     (value[4] + value[5]) + (value[6] + value[7])
                                 )
                             _to(
-                                *("put", sums[group, (had + r) & (SLOTS - 1), part, pack, token, 0]),
+                                *("put", sums[group, (had + r) & (SLOTS - 1), token, part, pack, 0]),
                                 *(total[0], total[1], total[2], had + r + 1),
                             )
                         T.sync_warp()
                         if lane == 0:
                             T.mbarrier_arrive(sent[r % BARRIERS])
             else:
-                T.dec_max_nreg(88)
+                T.dec_max_nreg(120 if leaves else 136)
                 e, lane = thread - THREADS, thread % 32
                 three = T.alloc_local((3,), T.float32)
-                fetched = T.alloc_local((4,), T.float32)
                 had = rounds_had[group, part]
-                if e < GATHER:
-                    if leaves:
-                        if e < TOKENS * 5:
-                            for s in T.unroll(LAG + 1):
-                                token = T.min((s * G + group) * TOKENS + e // 5, N - 1)
-                                for j in T.vectorized(4):
-                                    fetched[j] = before[token, M + e % 5 * 4 + j]
-                                _move("move_four", mixings[s, e // 5, e % 5 * 4], fetched[0])
+                if e < 32:  # sums of the block's own tokens, by halves of the group
+                    whole = T.alloc_local((3 * GATE_PACKS,), T.float32)
+                    gate = T.alloc_local((M,), T.float32)
+                    found = T.alloc_local((3,), T.float32)
+                    half, pack, q = lane // 16, lane % 16, lane % M
+                    scaling = scale[0]
+                    basis = base[q]
+                    for r in T.serial(T.if_then_else(part * share < TOKENS, rounds, 0)):
+                        if not head and r >= ring and r % batch == 0:
+                            old = r // batch - 2
+                            T.mbarrier_wait_parity(free[old % 2], old // 2 & 1)
+                        T.mbarrier_wait_parity(sent[r % BARRIERS], r // BARRIERS & 1)
+                        if r + 1 < rounds:
+                            _do("__nanosleep", SENT_NS)
+                        for o in T.serial(share):
+                            if part * share + o < TOKENS:
+                                place = part * share + o
+                                for i in T.unroll(3):
+                                    three[i] = 0.0
+                                if pack < packs:
+                                    _to(
+                                        f"gather<{-(-parts // 2)}>",
+                                        sums[group, (had + r) & (SLOTS - 1), place, half, pack, 0],
+                                        *(2 * PACKS * 16, (parts - half + 1) // 2, had + r + 1, T.address_of(three[0])),
+                                    )
+                                for i in T.unroll(3):
+                                    three[i] += T.shfl_xor(three[i], 16)
+                                if lane < packs:
+                                    for i in T.unroll(3):
+                                        _to("move_one", own[r % ring, o, pack * 3 + i], three[i])
+                                T.sync_warp()
+                                for i in T.unroll(3 * GATE_PACKS):
+                                    whole[i] = own[r % ring, o, i]
+                                _gates(whole, q, gate, found, scaling, basis, eps, norm_eps, D, head)
+                                if lane < 2:
+                                    _to(
+                                        "put",
+                                        sums[group, (had + r) & (SLOTS - 1), place, parts, lane, 0],
+                                        *(T.if_then_else(lane == 0, gate[0], gate[3]), gate[1], gate[2], had + r + 1),
+                                    )
+                                token = (r * G + group) * TOKENS + place
+                                if lane < M and token < N:
+                                    weights[token, q] = found[1]
+                                    raw_sums[token, q] = own[r % ring, o, q]
+                                    if q == 0:
+                                        weights[token, RHO] = found[0]
+                                        if not head:
+                                            weights[token, RMS] = found[2]
                         T.sync_warp()
                         if lane == 0:
-                            T.mbarrier_arrive(mixed)
+                            T.mbarrier_arrive(summed[r % ring])
+                elif e < 64:  # what all tokens' streams are multiplied by
                     for r in T.serial(rounds):
-                        if leaves:  # noqa: SIM102 (a constant, then a condition)
-                            if e < TOKENS * 5:
-                                token = T.min(((r + LAG + 1) * G + group) * TOKENS + e // 5, N - 1)
-                                for j in T.vectorized(4):
-                                    fetched[j] = before[token, M + e % 5 * 4 + j]
                         T.mbarrier_wait_parity(sent[r % BARRIERS], r // BARRIERS & 1)
-                        if not head:  # noqa: SIM102 (else the group would write over them in six rounds)
-                            if r >= 2 and (r - 2) % cycle == slot:
-                                turns = (r - 2) // cycle
-                                T.mbarrier_wait_parity(taken[turns % BARRIERS], turns // BARRIERS & 1)
-                        if e < GATE_PACKS * TOKENS:
-                            collect(sums, group, e // TOKENS, e % TOKENS, had + r, three)
+                        if r + 1 < rounds:
+                            _do("__nanosleep", SAID_NS)
+                        for i in T.unroll(3):
+                            three[i] = 0.0
+                        _to(
+                            *("gather<1>", sums[group, (had + r) & (SLOTS - 1), lane // 2, parts, lane % 2, 0]),
+                            *(0, 1, had + r + 1, T.address_of(three[0])),
+                        )
+                        if lane % 2 == 0:
                             for i in T.unroll(3):
-                                _to("move_one", whole[r % KEPT, e // TOKENS * 3 + i, e % TOKENS], three[i])
-                        if leaves:  # noqa: SIM102 (a constant, then a condition)
-                            if e < TOKENS * 5:
-                                _move("move_four", mixings[(r + LAG + 1) % KEPT, e // 5, e % 5 * 4], fetched[0])
+                                _to("move_one", gates[r % KEPT, lane // 2, i], three[i])
+                        else:
+                            _to("move_one", gates[r % KEPT, lane // 2, 3], three[0])
                         T.sync_warp()
                         if lane == 0:
                             T.mbarrier_arrive(known[r % BARRIERS])
-                    if e == 0:
-                        if not head:
-                            turns = (rounds - 1 - slot + cycle) // cycle
-                            if turns > 0:  # who takes them has read the number too
-                                T.mbarrier_wait_parity(taken[(turns - 1) % BARRIERS], (turns - 1) // BARRIERS & 1)
+                    if lane == 0 and rounds > 0:  # who sums has read the number, for its tokens' are among these
                         rounds_had[group, part] = had + rounds
+                elif e < 96:
+                    if lane == 0:
+                        chunk = part * (COLUMNS // WIDE)
+                        for s in tuple(range(AHEAD)):
+                            if s < rounds:
+                                row = (s * G + group) * TOKENS
+                                load_ahead(x, f, before, ahead, of_f, mixings, full, row, s, part, N)
+                        for r in T.serial(rounds + LAG):
+                            T.mbarrier_wait_parity(merged[r % BARRIERS], r // BARRIERS & 1)
+                            T.tma_store_wait(int(leaves))
+                            if r + AHEAD < rounds:
+                                row = ((r + AHEAD) * G + group) * TOKENS
+                                load_ahead(x, f, before, ahead, of_f, mixings, full, row, r + AHEAD, part, N)
+                            if r >= LAG:
+                                row = ((r - LAG) * G + group) * TOKENS
+                                _store(_rows(y, N, D), of_f[(r - 1) % SPACES * WHOLE], 0, row, chunk)
+                            T.tma_store_arrive()
+                            if leaves:  # noqa: SIM102 (a constant, then a condition)
+                                if r < rounds:
+                                    row = (r * G + group) * TOKENS
+                                    T.mbarrier_wait_parity(ready[r % BARRIERS], r // BARRIERS & 1)
+                                    _store(_streams(streams, N, D), ahead[r % STAGES * M * WHOLE], 0, row, 0, chunk)
+                                    T.tma_store_arrive()
+                        T.tma_store_wait(0)
                 elif not head:
                     comb = T.alloc_local((M * M,), T.float32)
                     rest = T.alloc_local((M,), T.float32)
                     added = T.alloc_local((M,), T.float32)
                     rho = T.alloc_var(T.float32)
-                    r = T.alloc_var(T.int32)
                     if lane < X:
                         _to("move_one", bases[lane], base[lane])
-                    for turns in T.serial((rounds - 1 - slot + cycle) // cycle):
-                        r = turns * cycle + slot
-                        T.mbarrier_wait_parity(sent[r % BARRIERS], r // BARRIERS & 1)
-                        for s in T.unroll(-(-share * out_packs // 32)):
-                            o, pack = (s * 32 + lane) // out_packs, (s * 32 + lane) % out_packs
-                            if o < share and turn * share + o < TOKENS:
-                                collect(sums, group, GATE_PACKS + pack, turn * share + o, had + r, three)
-                                for i in T.unroll(3):
-                                    _to("move_one", own[o, pack * 3 + i], three[i])
-                        T.sync_warp()
-                        if lane == 0:
-                            T.mbarrier_arrive(taken[turns % BARRIERS])
-                        first = (r * G + group) * TOKENS + turn * share
-                        if lane < share and turn * share + lane < TOKENS and first + lane < N:
-                            rho = T.rsqrt(own[lane, outs] / (M * D) + norm_eps)
-                            for i in T.unroll(M * M):
-                                comb[i] = own[lane, M + i] * rho * scale[2] + bases[2 * M + i]
-                            _sinkhorn(comb, added, rest, eps, iters)
-                            for i in T.unroll(M):
-                                for j in T.vectorized(M):
-                                    weights[first + lane, 2 * M + i * M + j] = comb[i * M + j]
-                        for s in T.unroll(-(-share * outs // 32)):
-                            o, i = (s * 32 + lane) // outs, (s * 32 + lane) % outs
-                            if o < share and turn * share + o < TOKENS and first + o < N:
-                                raw_sums[first + o, M + i] = own[o, i]
-                                if i < M:
-                                    rho = T.rsqrt(own[o, outs] / (M * D) + norm_eps)
-                                    logit = own[o, i] * rho * scale[1] + bases[M + i]
-                                    weights[first + o, M + i] = 2.0 * _sigmoid(logit)
-                        T.sync_warp()
+                    T.sync_warp()
+                    if part * share < TOKENS:
+                        for turn in T.serial(T.ceildiv(rounds, batch)):
+                            count = T.min(rounds - turn * batch, batch)
+                            last = turn * batch + count - 1
+                            T.mbarrier_wait_parity(summed[last % ring], last // ring & 1)
+                            mine, o = turn * batch + lane // share, lane % share
+                            first = (mine * G + group) * TOKENS + part * share + o
+                            if lane < count * share and part * share + o < TOKENS and first < N:
+                                rho = T.rsqrt(own[mine % ring, o, OUT_SQUARES] / (M * D) + norm_eps)
+                                for i in T.unroll(M * M):
+                                    comb[i] = own[mine % ring, o, OUT + M + i] * rho * scale[2] + bases[2 * M + i]
+                                _sinkhorn(comb, added, rest, eps, iters)
+                                for i in T.unroll(M):
+                                    for j in T.vectorized(M):
+                                        weights[first, 2 * M + i * M + j] = comb[i * M + j]
+                            for s in T.unroll(-(-batch * share * outs // 32)):
+                                late, i = (s * 32 + lane) // outs, (s * 32 + lane) % outs
+                                mine, o = turn * batch + late // share, late % share
+                                first = (mine * G + group) * TOKENS + part * share + o
+                                if late < count * share and part * share + o < TOKENS and first < N:
+                                    raw_sums[first, M + i] = own[mine % ring, o, OUT + i]
+                                    if i < M:
+                                        rho = T.rsqrt(own[mine % ring, o, OUT_SQUARES] / (M * D) + norm_eps)
+                                        logit = own[mine % ring, o, OUT + i] * rho * scale[1] + bases[M + i]
+                                        weights[first, M + i] = 2.0 * _sigmoid(logit)
+                            T.sync_warp()
+                            if lane == 0:
+                                T.mbarrier_arrive(free[turn % 2])
 
     return across_kernel
 
