@@ -190,7 +190,7 @@ async def a_kept_supervisor(stage: Stage, soak: Soak, quotas: Mapping[str, int])
         survivor = stage.supervisor()
         before = await at_rest(stage, survivor)
         await soak.run(quotas, KEPT_SUPERVISOR)
-        assert await at_rest(stage, survivor) == before
+        assert await at_rest(stage, survivor) - before == Counter()
         assert stage.supervisor() == survivor
 
 
@@ -207,8 +207,10 @@ async def at_rest(stage: Stage, supervisor: int) -> Counter[str]:
     while found := await busy():
         assert time.monotonic() < end_s, found
         await asyncio.sleep(0.1)
-    await asyncio.sleep(0.2)  # it lets go of the connection that asked
-    return descriptors(supervisor)
+    found = None
+    while found != (found := descriptors(supervisor)):  # it lets go of the connection that asked
+        await asyncio.sleep(1.0)
+    return found
 
 
 def soaked(
