@@ -87,9 +87,10 @@ def _across(
     return [streams, *_enter(streams, *numbers, **settings)]
 
 
-BOUNDS = {"entered": 3e-3, "post": 3e-6, "comb": 3e-6, "streams": 4e-3, "again": 8e-3, "out": 8e-3}
+BOUNDS = {"entered": 3e-3, "post": 3e-6, "comb": 3e-6, "streams": 4e-3, "again": 8e-3, "out": 8e-3, "grad_scale": 1e-1}
 """Rounding to bfloat16 is 2^-9 at most; the gates themselves are float32 to the end, and what is after the first way
-out is of streams that were rounded."""
+out is of streams that were rounded. The gradient of scale is three sums over tokens whose terms cancel: of few tokens
+rounding alone moves it by 3 %; test_mix_grad_tile.py bounds it by the terms."""
 
 
 @pytest.mark.parametrize("D", WIDTHS)
