@@ -33,6 +33,9 @@ _OF_ONESELF: Final = (
     ),  # sched_setparam, _scheduler, _affinity, attr
 )
 """System calls that take a process, and as which argument: nobody but oneself (0)."""
+_OF_USERS: Final = {(141, 140): 2, (251, 30): 3}
+"""Those of them that also take a user, as the first argument says by this number: oneself then is all processes of the
+user, the one around a command too, which goes on to the next command."""
 _IOCTLS: Final = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX type into somebody's terminal."""
 # System calls that a process without capabilities could use to leave something behind, to hold memory that no limit
@@ -126,7 +129,7 @@ def steps(*, sockets: bool, own_limits: bool, link_attributes: bool = True) -> l
         *([] if link_attributes else _when(_LGETXATTR[column], [(_RETURN, 0, 0, _ENOTSUP)])),
         *_when(_SOCKET[column], _one_of(0, _FAMILIES if sockets else ())),
         *_when(_SOCKETPAIR[column], _one_of(0, _FAMILIES[:1])),
-        *(step for numbers, who in _OF_ONESELF for step in _when(numbers[column], _one_of(who, (0,)))),
+        *(step for numbers, who in _OF_ONESELF for step in _when(numbers[column], _of_oneself(numbers, who))),
         *_when(_IOCTL[column], _none_of(1, _IOCTLS)),
         *_when(_PRLIMIT64[column], _asks_only(or_own=own_limits)),
         *_when(
@@ -140,6 +143,11 @@ def steps(*, sockets: bool, own_limits: bool, link_attributes: bool = True) -> l
 def _when(number: int, body: list[Step]) -> list[Step]:
     """The body for this system call alone; what gets through it is allowed."""
     return [(_JUMP_EQUAL, 0, len(body) + 1, number), *body, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _of_oneself(numbers: tuple[int, int], who: int) -> list[Step]:
+    """The process that the argument `who` names is the caller, and no user is named."""
+    return [*(_none_of(0, (_OF_USERS[numbers],)) if numbers in _OF_USERS else ()), *_one_of(who, (0,))]
 
 
 def _one_of(argument: int, values: tuple[int, ...]) -> list[Step]:

@@ -163,6 +163,22 @@ for path in [f'/proc/{{p}}/mem' for p in os.listdir('/proc') if p.isdigit() and 
     assert answer(command, code) == []
 
 
+def test_a_command_slows_none_after_it(world: World, command: InContainer) -> None:
+    """Short commands, which one process around them leads one after the other, and which is of the same user."""
+
+    container = command.container
+
+    async def asked() -> list[bytes]:
+        # Of the user 0, which stands for the caller's.
+        programs = [("renice", "-n", "19", "-u", "0"), ("ionice", "-c", "3", "-u", "0"), ("nice",), ("ionice",)]
+        results = [await container.exec(ExecRequest(argv=argv)) for argv in programs]
+        return [result.stdout.split(b":")[0].strip() for result in results[2:]]
+
+    for _ in range(4):
+        assert world.do(asked()) == [b"0", b"none"]
+    assert harmless(command, "os.setpriority(os.PRIO_PGRP, 0, 1)\nos.nice(1)").status == "ok"
+
+
 @everywhere
 def test_no_mount_or_process_is_left_on_the_host(world: World) -> None:
     mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
