@@ -2,8 +2,9 @@
 
 A head of V4-Flash is 2 GiB of float32 that every call would read, and copy where the model is on the CPU, for the same
 bfloat16. A kept copy belongs to the head's storage: it goes when that goes, and is made anew where torch's count of
-writes, which views and detached tensors share, is another. What is written past that count, through `.data` or NumPy,
-is not seen here, as autograd does not see it.
+writes, which views and detached tensors share, is another. Fused optimizers write past that count, so no copy outlasts
+a step of an optimizer of torch's. What else is written past it, through `.data`, NumPy or a broadcast, is not seen
+here, as autograd does not see it.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class _Kept(NamedTuple):
@@ -20,6 +22,7 @@ class _Kept(NamedTuple):
 
 
 _kept: WeakKeyDictionary[UntypedStorage, _Kept] = WeakKeyDictionary()
+register_optimizer_step_post_hook(lambda *_: _kept.clear())
 
 
 def rounded_head(head_VD: Tensor, device: torch.device) -> Tensor:

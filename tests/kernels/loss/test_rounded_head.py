@@ -1,6 +1,6 @@
 """A head's rounded copy: made once for what it holds, anew after every kind of write, and gone with the head.
 
-Not proven here: a copy on a GPU, its stream and graphs (test_vocab_tile.py).
+Not proven here: a copy on a GPU, its stream and graphs (test_rounded_head_on_gpu.py).
 """
 
 import gc
@@ -62,6 +62,20 @@ def test_a_write_makes_it_anew(write):
     again = rounded_head(one, CPU)
     assert different_bits(again, one.detach().bfloat16()) == 0
     assert different_bits(again, first) > 0
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_of_an_optimizer_makes_it_anew(optimizer, how):
+    """Torch does not count what fused ones write."""
+    one = torch.nn.Parameter(head())
+    steps = optimizer([one], lr=0.5, **how)
+    for _ in range(2):
+        first = rounded_head(one, CPU).clone()
+        one.grad = torch.ones_like(one)
+        steps.step()
+        assert different_bits(rounded_head(one, CPU), one.detach().bfloat16()) == 0
+        assert different_bits(rounded_head(one, CPU), first) > 0
 
 
 def test_parts_and_dtypes_of_one_storage_are_told_apart():
