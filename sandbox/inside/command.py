@@ -281,6 +281,7 @@ def _lead(request: frames.Head, descriptors: list[int], stays: bool) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait4(-1, 0)
+    os.chdir("/")  # from where the next one starts, whatever this one's directory was
     os.write(_CHANNEL, REPORT.pack(stays, code, used_s))
 
 
@@ -293,4 +294,7 @@ def _spawn(argv: list[str], environment: dict[str, str], descriptors: list[int])
     if len(descriptors) < _STREAMS:
         actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
     system.look_in(environment["PATH"])
-    return os.posix_spawnp(argv[0], argv, environment, file_actions=actions, setsid=True)
+    try:
+        return os.posix_spawnp(argv[0], argv, environment, file_actions=actions, setsid=True)
+    finally:
+        os.unsetenv("PATH")  # a call, which this process may take next, would hand it on

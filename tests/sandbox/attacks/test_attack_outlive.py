@@ -179,6 +179,22 @@ def test_a_command_slows_none_after_it(world: World, command: InContainer) -> No
     assert harmless(command, "os.setpriority(os.PRIO_PGRP, 0, 1)\nos.nice(1)").status == "ok"
 
 
+def test_a_command_leaves_the_next_one_no_place_and_no_path(world: World, command: InContainer) -> None:
+    """Short commands again; a call, which may be the next request of their process, is one of that process itself."""
+    container = command.container
+    say = Call(tool="bash", arguments={"command": "env; pwd"})
+    alone = world.do(world.create(LIMITS).call(say)).text
+
+    async def asked() -> tuple[bytes, str]:
+        await container.exec(ExecRequest(argv=("true",), env={"PATH": "/usr/bin:/nowhere"}, cwd="/usr"))
+        below = await container.exec(ExecRequest(argv=("pwd",), cwd="workspace"))
+        await container.exec(ExecRequest(argv=("true",), env={"PATH": "/usr/bin:/nowhere"}, cwd="/usr"))
+        return below.stdout, (await container.call(say)).text
+
+    for _ in range(4):
+        assert world.do(asked()) == (b"/workspace\n", alone)
+
+
 @everywhere
 def test_no_mount_or_process_is_left_on_the_host(world: World) -> None:
     mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
