@@ -60,4 +60,4 @@ def told(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return str(error)
     way_out = "Make room there" if error.errno in _FULL else "Let this user write there, or name another place"
-    return f"{error}. {way_out}; then the same command goes on"
+    return f"{error}. {way_out}, then give the command again; a run that had begun: `rollforward resume RUN_DIR`"

@@ -280,4 +280,6 @@ def test_a_disk_that_refuses_is_told_without_traceback_and_with_the_way_out(
 
     monkeypatch.setattr(sys.modules["fake_work"], "main", refuse)
     assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 2
-    assert f"error: [Errno {number}] {os.strerror(number)}: 'out/file'. {way_out}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"error: [Errno {number}] {os.strerror(number)}: 'out/file'. {way_out}" in said
+    assert "rollforward resume RUN_DIR" in said, "the same command would begin anew, in a directory of another time"
