@@ -122,10 +122,10 @@ class AgentLink:
             SandboxGoneError: the container is gone before that.
         """
         async with self._quiet:
-            await self._ask(_HOLD)
             try:
+                await self._ask(_HOLD)
                 yield
-            finally:
+            finally:  # who goes away before the answer too: the agent would take the next question for this
                 self.tell(GO_ON)
 
     async def drain(self, timeout_s: float) -> None:

@@ -131,3 +131,27 @@ async def test_nobody_says_anything_to_one_that_is_to_be_quiet() -> None:
     later.cancel()
     link.end(SandboxGoneError("gone", GoneCause.CLOSED))
     writer.close()
+
+
+@on_loop
+async def test_who_goes_away_while_it_becomes_quiet_has_it_go_on() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=theirs)
+    link = await AgentLink.open(ours, lambda: None)
+    link.hello.cancel()
+
+    async def be_quiet() -> None:
+        async with link.quiet():
+            raise AssertionError("nobody has answered")
+
+    quiet = asyncio.create_task(be_quiet())
+    assert (await _heard(reader))["op"] == "hold"
+    quiet.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await quiet
+    later = asyncio.create_task(link.ask({"op": "later"}))
+    assert (await _heard(reader))["op"] == "go on"
+    assert (await _heard(reader))["op"] == "later"
+    later.cancel()
+    link.end(SandboxGoneError("gone", GoneCause.CLOSED))
+    writer.close()
