@@ -21,6 +21,8 @@ _START, _PART, _END, _FOOTER = 1, 2, 3, 0x7E
 _EMPTY, _SIZES, _PAGE, _STOP, _SAME = 0x02, 0x04, 0x08, 0x10, 0x20
 _WORD: Final = struct.Struct(">Q")
 _NUMBER: Final = struct.Struct(">I")
+_MAX_PIECES: Final = 1 << 17
+"""Of the rest: of firmware there are few pages, and whatever is a piece takes up many times the bytes that tell it."""
 
 
 class Parted(NamedTuple):
@@ -87,6 +89,8 @@ def _pages(
         (word,) = _WORD.unpack_from(view, here)
         here += _WORD.size
         flags = word % PAGE_BYTES
+        if len(rest) > _MAX_PIECES:
+            raise ValueError("there is no end of what is not its memory")
         if flags == _STOP:
             rest.append(view[here - _WORD.size : here])
             return here, block

@@ -1,10 +1,11 @@
 """Proves: a machine's migration stream, written here by hand, is taken apart into the pages of its memory and all the
-rest, and put into a file again; one that is damaged anywhere is an error of one kind.
+rest, and put into a file again; one that is damaged anywhere, or has no end of small pieces, is an error of one kind.
 """
 
 import os
 import random
 import struct
+import tracemalloc
 
 import msgspec
 import pytest
@@ -98,6 +99,24 @@ def test_whatever_is_damaged_is_no_other_error() -> None:
         except ValueError:
             num_refused += 1
     assert num_refused > len(places) // 4
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"\2" + MARK + word(0, 2) + b"\xff" + bytes(255) + b"\0" + (word(0, 0x22) + b"\0") * (1 << 18) + STOP + FOOTER,
+        (b"\2" + MARK + STOP + FOOTER) * (1 << 17),
+    ],
+    ids=["pages", "parts"],
+)
+def test_what_an_emulator_says_takes_up_no_many_times_its_bytes(endless: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="no end"):
+            vm_stream.part(HEAD + START + endless + DEVICES)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_machine_as_one_record_fills_a_file_with_its_memory() -> None:
