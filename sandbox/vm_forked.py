@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from rollforward.sandbox import vm, vm_cache, vm_image, vm_state
 from rollforward.sandbox.errors import SandboxUnavailableError
-from rollforward.sandbox.files import write_all
+from rollforward.sandbox.files import last_line, write_all
 from rollforward.sandbox.vm import MIB, Given
 from rollforward.sandbox.vm_machine import Machine, Wires
 from rollforward.sandbox.vm_monitor import Monitor
@@ -59,8 +59,8 @@ class ForkedMachine(Machine):
         Raises:
             SandboxUnavailableError: it does not come up in time.
         """
-        memory, console = vm_state.memory_file(self.layout.memory_bytes), vm_state.memory_file(0)
         opened, wires = vm.files_as([str(boot.kernel), str(boot.initial)]), Wires()
+        memory, console = vm_state.memory_file(self.layout.memory_bytes), vm_state.memory_file(0)
         try:
             given = Given()
             more = vm.boot_arguments(self.layout, given, opened[0], opened[1], console)
@@ -68,7 +68,7 @@ class ForkedMachine(Machine):
             try:
                 await self.booted(wires.keeper)
             except SandboxUnavailableError as error:
-                said = vm_state.last_line(console) or self.said(template)
+                said = last_line(console) or self.said(template)
                 raise SandboxUnavailableError(f"{error} ({self.layout.accelerator}): {said}") from None
             monitor = Monitor(wires.monitor)
             await monitor.ignore_shared_memory()
@@ -113,7 +113,7 @@ class ForkedMachine(Machine):
             SandboxUnavailableError: it does not go on.
         """
         size = self.layout.memory_bytes
-        memory, devices = vm_state.memory_file(size), vm_state.file_of(saved.devices)
+        devices, memory = vm_state.file_of(saved.devices), vm_state.memory_file(size)
         filling = asyncio.create_task(_in_thread(lambda: vm_state.fill(memory, saved, size)))
         try:
             wires = await self._come_up(template, (memory, "off"), devices, saved.disk, filling)

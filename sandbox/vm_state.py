@@ -114,13 +114,6 @@ def _check_size(size: int, max_bytes: int) -> None:
         raise SandboxFileError(f"sandbox: the machine has {size} bytes, more than {max_bytes}")
 
 
-def last_line(console: int) -> str:
-    """What a machine's console has said last."""
-    size = os.fstat(console).st_size
-    data = os.pread(console, _PAGE_BYTES, max(size - _PAGE_BYTES, 0)).decode("utf-8", "replace")
-    return next((line.strip() for line in reversed(data.splitlines()) if line.strip()), "")
-
-
 def copy(memory: int, size: int) -> int:
     """A descriptor of a copy of a machine's memory that can be written.
 

@@ -5,6 +5,7 @@ Emulators are scripted here; that real ones boot, wait and go on is proven in te
 """
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from rollforward.sandbox.images import Images
 from rollforward.sandbox.microvm import MicroVm, MicroVmSubstrate
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import Layout
-from rollforward.sandbox.vm_state import State
+from rollforward.sandbox.vm_state import State, Whole
 from tests.helpers.containers import SMALL
 
 SPEC = SandboxSpec(substrate="microvm", limits=SMALL)
@@ -115,6 +116,30 @@ def test_whatever_else_goes_wrong_is_told_and_leaves_accelerators_and_descriptor
             with pytest.raises(SandboxUnavailableError):
                 await substrate.ask()
         assert substrate.accelerators == ["kvm", "tcg"]
+        assert open_files() == before
+        await substrate.close()
+
+    asyncio.run(go())
+
+
+def test_one_that_cannot_begin_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def go() -> None:
+        substrate = Scripted(lambda _: False)
+        machine = substrate.make("m", SPEC, substrate.layout(SPEC, "tcg"))
+        absent: Any = SimpleNamespace(kernel=Path("/nowhere/kernel"), initial=Path("/nowhere/initial"))
+        devices = memoryview(b"devices")
+        saved = Whole(runs=[], memory=memoryview(b""), devices=devices, disk=memoryview(b""))
+        before = open_files()
+        with pytest.raises(SandboxUnavailableError, match="/nowhere/kernel: No such file"):
+            await MicroVm.boot(machine, substrate.template, absent)
+        assert open_files() == before
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(SandboxUnavailableError, match="Make room"):
+                await machine.go_on(substrate.template, saved)
         assert open_files() == before
         await substrate.close()
 
