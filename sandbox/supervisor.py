@@ -307,6 +307,7 @@ def _guard(child: int, home: Home) -> None:
         os.dup2(null, descriptor)
     while os.wait()[0] != child:  # orphans of containers come here too
         pass
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nobody is left to be told, and this ends when it has cleaned up
     # Whom it has left is this process's child now; each dies, and whom that one leaves comes next.
     with contextlib.suppress(ChildProcessError):
         while True:

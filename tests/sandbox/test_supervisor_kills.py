@@ -95,6 +95,25 @@ async def test_whoever_looks_at_its_lock_does_not_keep_the_guard_from_cleaning_u
 
 
 @on_loop
+async def test_a_guard_that_is_told_to_end_while_it_cleans_up_cleans_up(stage: Stage) -> None:
+    async with stage.client() as client:
+        await client.create("a", SandboxSpec())
+        stage.look()
+        guard, supervisor = stage.guard(), stage.supervisor()
+        assert guard is not None
+    with (stage.home.path / "LOCK").open("r+b") as lock:
+        os.kill(guard, signal.SIGSTOP)
+        os.kill(supervisor, signal.SIGKILL)
+        wait_for(lambda: is_gone(supervisor))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.kill(guard, signal.SIGCONT)
+        await asyncio.sleep(0.5)  # by now it waits for the lock
+        os.kill(guard, signal.SIGTERM)
+        await asyncio.sleep(0.2)
+    await stage.gone(10.0)
+
+
+@on_loop
 async def test_what_nobody_cleaned_up_is_cleaned_up_by_the_next_one(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
