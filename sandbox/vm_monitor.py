@@ -95,11 +95,11 @@ class Monitor:
         question = {**question, "id": self._num_questions}
         data = json.dumps(question).encode()
         try:
-            if file >= 0:
-                socket.send_fds(self._control, [data], [file])
-            else:
-                await asyncio.get_running_loop().sock_sendall(self._control, data)
             async with asyncio.timeout(_ANSWER_S):
+                if file >= 0:
+                    socket.send_fds(self._control, [data], [file])
+                else:
+                    await asyncio.get_running_loop().sock_sendall(self._control, data)
                 answer = await self._answer(question["id"])
         except (OSError, ValueError, RecursionError) as error:
             why = str(error) or f"not within {_ANSWER_S:g} s"

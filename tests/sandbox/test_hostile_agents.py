@@ -582,6 +582,20 @@ async def test_an_emulator_that_is_silent_from_the_beginning_is_an_error() -> No
 
 
 @on_loop
+async def test_an_emulator_that_does_not_listen_is_an_error() -> None:
+    emulator = Emulator()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            emulator.monitor._control.send(bytes(1 << 16))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vm_monitor, "_ANSWER_S", 0.1)
+        async with asyncio.timeout(5.0):
+            with pytest.raises(SandboxUnavailableError, match=r"not within 0\.1 s"):
+                await emulator.monitor.ask("query-status")
+    emulator.close()
+
+
+@on_loop
 async def test_an_answer_is_found_behind_events_and_answers_to_those_who_went_away() -> None:
     emulator = Emulator()
     before = b'{"event": "STOP"}\n{"id": 1, "return": {"status": "late"}}\n'
