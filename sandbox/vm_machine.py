@@ -290,6 +290,8 @@ class Machine(Instance):
     async def kill(self) -> None:
         """See `Instance`."""
         await super().kill()
+        if not self.is_gone:
+            return  # somebody may wait at these, and would wait at whatever gets their numbers next
         if self._keeper is not None and self._monitor is not None:
             self._keeper.close()
             self._monitor.close()

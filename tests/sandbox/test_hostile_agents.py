@@ -660,6 +660,30 @@ async def test_two_saves_of_a_machine_come_one_after_the_other_and_each_renews_i
     emulator.close()
 
 
+@on_loop
+async def test_sockets_of_one_that_does_not_end_are_not_closed_under_who_waits_at_them() -> None:
+    emulator, group = Emulator(), NoGroup()
+    machine, wires = await _standing(emulator)
+    machine._group = group  # type: ignore[assignment]
+    asking = asyncio.create_task(emulator.monitor.ask("query-status"))
+    await asyncio.sleep(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(instance_module, "_REMOVE_TRIES", 1)
+        patch.setattr(group, "remove", lambda: False)
+        await machine.kill()
+    serving = asyncio.create_task(emulator.serve(_answers))
+    async with asyncio.timeout(WITHIN_S):
+        assert await asking == {"status": "completed"}
+    await machine.kill()
+    assert machine.is_gone
+    assert wires.keeper.fileno() == -1
+    serving.cancel()
+    machine._link.end(SandboxGoneError("gone", GoneCause.CLOSED))  # type: ignore[union-attr]
+    for end in (wires.agent_end, wires.keeper_end, wires.monitor_end):
+        end.close()
+    emulator.close()
+
+
 async def _keep_all(end: socket.socket, renewals: list[int]) -> None:
     while True:
         await _keep(end)
