@@ -8,6 +8,7 @@ import torch
 
 from rollforward.conf.errors import first_line
 from rollforward.model.errors import RankLostError, TrainerError
+from rollforward.model.optim_adamw import destroy_group
 
 OPERATION_TIMEOUT_S = 1800.0
 """How long a rank waits for another that is alive: longer than a pass over its micro-batches takes."""
@@ -59,6 +60,6 @@ def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float 
 
 
 def leave_group() -> None:
-    """Leave the group; does nothing without one."""
+    """Leave the group; does nothing without one. This process may join another one afterwards."""
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        destroy_group()

@@ -1,4 +1,5 @@
-"""Proves: a rendezvous is fresh, those that killed groups left are removed, a group with a rank missing is given up.
+"""Proves: a rendezvous is fresh, those that killed groups left are removed, a group with a rank missing is given up;
+one process trains in one group after the other.
 
 What happens when a rank of a complete group dies or hangs: test_collectives.py.
 """
@@ -6,9 +7,12 @@ What happens when a rank of a complete group dies or hangs: test_collectives.py.
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollforward.model.distributed import join_group, leave_group, new_rendezvous
 from rollforward.model.errors import RankLostError, TrainerError
+from rollforward.model.optim_adamw import DeepSpeedAdamW
+from rollforward.model.train_config import AdamW
 from tests.helpers.ranks import run_on_ranks
 
 
@@ -33,3 +37,17 @@ def waits_for_nobody(_rank: int, directory: str) -> None:
 
 def test_a_group_that_never_becomes_complete_is_given_up(tmp_path: Path) -> None:
     run_on_ranks(waits_for_nobody, 1, tmp_path, str(tmp_path))
+
+
+def trains_in_two_groups(rank: int, directory: str) -> None:
+    for number in range(2):
+        leave_group()
+        join_group(Path(directory) / str(number), rank=rank, num_ranks=1)
+        optimizer = DeepSpeedAdamW({"weight": torch.ones(3)}, AdamW(lr=0.1, weight_decay=0.0))
+        optimizer.step({"weight": torch.ones(3)}, lr=0.1)
+        torch.testing.assert_close(optimizer.parameters()["weight"], torch.full((3,), 0.9))
+
+
+def test_a_process_trains_in_one_group_after_the_other(tmp_path: Path) -> None:
+    """As the runs of a recipe do, of which two may be SFT."""
+    run_on_ranks(trains_in_two_groups, 1, tmp_path, str(tmp_path))
