@@ -394,7 +394,7 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
             own = T.alloc_shared((ring, share, 3 * PACKS), T.float32)
             norms = T.alloc_shared((COLUMNS,), T.float32)
             bases = T.alloc_shared((X,), T.float32)
-            full = T.alloc_barrier([1] * STAGES)  # a round is there
+            full = T.alloc_barrier([1] * STAGES)  # a round is there, and the place of the last input but two is free
             merged = T.alloc_barrier([THREADS // 32] * BARRIERS)  # one before it is merged
             ready = T.alloc_barrier([THREADS // 32] * BARRIERS)  # partial sums of a round are there
             sent = T.alloc_barrier([THREADS // 32] * BARRIERS)  # ... are with the group
@@ -464,8 +464,8 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
                     T.sync_warp()
                     if lane == 0:
                         T.mbarrier_arrive(merged[r % BARRIERS])
+                    T.mbarrier_wait_parity(full[r % STAGES], r // STAGES & 1)
                     if r < rounds:
-                        T.mbarrier_wait_parity(full[r % STAGES], r // STAGES & 1)
                         for n in T.unroll(2):
                             for m in T.unroll(M):
                                 place = (
@@ -612,22 +612,26 @@ def across(D: int, iters: int, leaves: bool, head: bool) -> PrimFunc:
                             if s < rounds:
                                 row = (s * G + group) * TOKENS
                                 load_ahead(x, f, before, ahead, of_f, mixings, full, row, s, part, N)
+                            else:
+                                T.mbarrier_arrive(full[s])
                         for r in T.serial(rounds + LAG):
                             T.mbarrier_wait_parity(merged[r % BARRIERS], r // BARRIERS & 1)
                             T.tma_store_wait(int(leaves))
                             if r + AHEAD < rounds:
                                 row = ((r + AHEAD) * G + group) * TOKENS
                                 load_ahead(x, f, before, ahead, of_f, mixings, full, row, r + AHEAD, part, N)
+                            else:  # nothing comes, but what went out from its place has been read
+                                T.mbarrier_arrive(full[(r + AHEAD) % STAGES])
                             if r >= LAG:
                                 row = ((r - LAG) * G + group) * TOKENS
                                 _store(_rows(y, N, D), of_f[(r - 1) % SPACES * WHOLE], 0, row, chunk)
                             T.tma_store_arrive()
-                            if leaves:  # noqa: SIM102 (a constant, then a condition)
+                            if leaves:
                                 if r < rounds:
                                     row = (r * G + group) * TOKENS
                                     T.mbarrier_wait_parity(ready[r % BARRIERS], r // BARRIERS & 1)
                                     _store(_streams(streams, N, D), ahead[r % STAGES * M * WHOLE], 0, row, 0, chunk)
-                                    T.tma_store_arrive()
+                                T.tma_store_arrive()  # of nothing too: so many are waited for
                         T.tma_store_wait(0)
                 elif not head:
                     comb = T.alloc_local((M * M,), T.float32)
