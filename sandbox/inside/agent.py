@@ -291,11 +291,11 @@ class Agent:
             (stdout, stderr), theirs = self._pipes or make_pipes()
             self._pipes = None
             ours = [-1, stdout, stderr]
-            if blob:  # it has no pipe where there is nothing to say
-                stdin, ours[0] = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(ours[0], False)
-                theirs.insert(0, stdin)
             try:
+                if blob:  # it has no pipe where there is nothing to say
+                    stdin, ours[0] = os.pipe2(os.O_CLOEXEC)
+                    os.set_blocking(ours[0], False)
+                    theirs.insert(0, stdin)
                 process = self._dispatch(request, b"", theirs)
             except OSError:
                 for descriptor in ours:

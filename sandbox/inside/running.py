@@ -83,7 +83,13 @@ class Running:
 
 def make_pipes() -> tuple[tuple[int, int], list[int]]:
     """This side's ends of a command's output and errors, which never have this process wait, and the command's."""
-    (stdout, output_end), (stderr, errors_end) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    stdout, output_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        stderr, errors_end = os.pipe2(os.O_CLOEXEC)
+    except OSError:
+        os.close(stdout)
+        os.close(output_end)
+        raise
     os.set_blocking(stdout, False)
     os.set_blocking(stderr, False)
     return (stdout, stderr), [output_end, errors_end]

@@ -5,16 +5,19 @@ Does not prove: what a command can reach (test_container_isolation.py, test_atta
 """
 
 import asyncio
+import errno
 import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rollforward.sandbox.config import Limits
 from rollforward.sandbox.container import Container
 from rollforward.sandbox.errors import GoneCause, SandboxKeyError
+from rollforward.sandbox.inside.agent import Agent
 from rollforward.sandbox.outcomes import Table
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecResult, ExecStatus
 from tests.helpers.containers import SMALL, World
@@ -164,6 +167,26 @@ def test_sixty_four_commands_at_once_keep_their_outputs_apart(world: World) -> N
     assert [r.stdout.decode() for r in results] == [f"{n} 1\n{n} 2\n{n} 3\n" for n in range(64)]
     assert [r.exit_code for r in results] == [n % 3 for n in range(64)]
     assert world.sh(container, "wc -l < log").stdout.strip() == b"64"
+
+
+@pytest.mark.parametrize("num_pipes", [0, 1, 2])
+def test_an_agent_that_gets_no_pipe_keeps_none_of_the_others(monkeypatch: pytest.MonkeyPatch, num_pipes: int) -> None:
+    made, make = list[int](), os.pipe2
+
+    def pipe2(flags: int) -> tuple[int, int]:
+        if len(made) == 2 * num_pipes:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.extend(make(flags))
+        return made[-2], made[-1]
+
+    monkeypatch.setattr(os, "pipe2", pipe2)
+    room: Any = None  # nothing is dispatched
+    with pytest.raises(OSError, match="Too many"):
+        Agent(-1, room)._start({"op": "exec", "wall_s": 1.0}, b"input")
+    assert len(made) == 2 * num_pipes
+    for descriptor in made:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_a_key_runs_once(world: World, container: Container) -> None:
