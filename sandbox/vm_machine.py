@@ -109,7 +109,7 @@ class Machine(Instance):
         make_group: Callable[[int, int], cgroups.Group],
         forget: Any,
     ) -> None:
-        """Nothing runs yet; see `go_on`.
+        """Nothing runs yet.
 
         Args:
             sandbox_id: see `Instance`.
@@ -334,7 +334,7 @@ class Machine(Instance):
 
 
 def saved_whole(saved: bytes, spec: SandboxSpec, layouts: Sequence[Layout]) -> tuple[Layout, Whole]:
-    """What `Machine.take` gave, of a snapshot that may go on as a sandbox of one of these layouts; with that one.
+    """What `Machine.save` gave, of a snapshot that may go on as a sandbox of one of these layouts; with that one.
 
     Raises:
         SandboxFileError: it is none, or one of another machine or spec.

@@ -51,7 +51,7 @@ class Monitor:
             return await self._exchange({"execute": command, "arguments": named}, file)
 
     async def ignore_shared_memory(self) -> None:
-        """States hold no memory that lies in a file that others share: see `vm.py`."""
+        """States hold no memory that lies in a file that others share: see `vm_forked.py`."""
         capability = {"capability": "x-ignore-shared", "state": True}
         await self.ask("migrate-set-capabilities", capabilities=[capability])
 
