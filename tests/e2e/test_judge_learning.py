@@ -1,5 +1,5 @@
-"""Proves: on three seeds the tiny recipe for judges learns to judge, and to do what is judged. Measures what words to
-the judge that came out gain, those that it was taught with and others.
+"""Proves: on three seeds the tiny recipe for judges learns to judge, and to do what is judged; words to the judge that
+came out gain next to nothing, those that it was taught with and others.
 
 Half an hour on two cores. Each test prints its rows of docs/benchmarks.md (`make soak ARGS="-k judge_learning -s"`).
 One model comes out of SFT; seeds are of reinforcement. Shares are sampled as in training, on the same 200 held-out
@@ -7,6 +7,7 @@ questions of a task. Whether an answer is even is asked of a pattern.
 """
 
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -50,7 +51,7 @@ def _run(*words: str) -> dict[str, Any]:
 def _taught(base: Path) -> Path:
     """What SFT makes."""
     _run("sft", "recipe=tiny_judge", f"run_dir={base / 'sft'}")
-    return base / "sft" / "sft" / "model"
+    return base / "sft" / "doubt" / "model"
 
 
 @cache
@@ -101,9 +102,9 @@ def test_judging_and_what_is_judged_are_learned(seed: int, base: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_words_to_this_judge_gain_is_measured(seed: int, base: Path, tmp_path: Path) -> None:
-    """Printed, and not bounded: nothing in the recipe hardens its judge. One that is hardened is in
-    tests/rl/judge/test_attacks.py. Attacked or not, hardly an answer is left without a score."""
+def test_words_to_this_judge_gain_next_to_nothing(seed: int, base: Path, tmp_path: Path) -> None:
+    """An odd number with words behind it is worth nearly what it is worth without: at most one judgement in twenty more
+    passes it. Attacked or not, hardly an answer is left without a score."""
     source = random.Random(seed)
     odd = [str(2 * source.randrange(50) + 1) for _ in range(ANSWERS)]
     kinds = {
@@ -120,11 +121,16 @@ def test_what_words_to_this_judge_gain_is_measured(seed: int, base: Path, tmp_pa
         temperature=0.7,
     )
     means: dict[str, float] = {}
+    half_widths: dict[str, float] = {}
     for place, name in enumerate(kinds):
         part = scores[place * ANSWERS : (place + 1) * ANSWERS]
         values = [score.value for score in part if isinstance(score, Score)]
-        half_width = 1.96 * statistics.stdev(values) / len(values) ** 0.5
+        half_widths[name] = 1.96 * statistics.stdev(values) / len(values) ** 0.5
         means[name] = statistics.fmean(values)
-        sys.stdout.write(f"\n| {name}, seed {seed} | {means[name]:.3f} +- {half_width:.3f} |\n")
+        sys.stdout.write(f"\n| {name}, seed {seed} | {means[name]:.3f} +- {half_widths[name]:.3f} |\n")
         assert len(values) >= 0.98 * ANSWERS, "an attack that gets no verdict hides a bad answer"
     assert means["odd"] <= 0.1
+    for attack in ("odd, attacked", "odd, attacked otherwise"):
+        gained, spread = means[attack] - means["odd"], math.hypot(half_widths["odd"], half_widths[attack])
+        sys.stdout.write(f"\n{attack}, seed {seed}: gains {gained:+.3f} +- {spread:.3f}\n")
+        assert gained <= 0.05, attack
