@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ class WarmTemplate:
         self._loop = asyncio.get_running_loop()
         self._asking = asyncio.Lock()
         self._answer: asyncio.Future[tuple[bytes, list[int]]] | None = None
+        self._due = 0  # answers still to come, in the order of their questions; but for the last, nobody waits for them
         self.died: asyncio.Future[None] = self._loop.create_future()
         is_many = os.geteuid() == 0
         uid = first_user if is_many else zygote.SANDBOX_ID
@@ -116,6 +118,7 @@ class WarmTemplate:
         if self.died.done():
             raise SandboxUnavailableError("sandbox: the template of containers is gone; ask again")
         self._answer = self._loop.create_future()
+        self._due += 1
         try:
             return await asyncio.wait_for(self._answer, timeout_s)
         except TimeoutError:
@@ -134,11 +137,15 @@ class WarmTemplate:
             message, descriptors = b"", []
         if not message:
             self._end()
-        elif self._answer is not None and not self._answer.done():
+            return
+        self._due -= 1
+        if self._answer is not None and not self._answer.done() and not self._due:
             self._answer.set_result((message, descriptors))
-        else:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            return
+        for pidfd in descriptors:  # of what nobody waits for any more
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
     def _end(self) -> None:
         if self.died.done():

@@ -19,6 +19,7 @@ import pytest
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.drain_file import DrainFile
 from rollforward.rollout.engine.kv_store import KvStats
+from rollforward.rollout.environment import CallTimes
 from rollforward.rollout.errors import (
     EngineError,
     EngineInputError,
@@ -194,10 +195,12 @@ def _completion(request: Request) -> Completion:
 def _never_less(now: EarlierStats, before: EarlierStats) -> bool:
     pairs = zip(msgspec.structs.astuple(now), msgspec.structs.astuple(before), strict=True)
     return all(
-        later >= earlier
-        for one, other in pairs
-        for later, earlier in zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
+        later >= earlier for one, other in pairs for later, earlier in zip(_numbers(one), _numbers(other), strict=True)
     )
+
+
+def _numbers(counts: msgspec.Struct) -> list[float]:
+    return [one.count if isinstance(one, CallTimes) else one for one in msgspec.structs.astuple(counts)]
 
 
 class World:

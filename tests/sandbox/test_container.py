@@ -327,3 +327,25 @@ def test_limits_of_one_are_not_those_of_another(world: World, container: Contain
         b"/workspace:",
     ]
     assert world.sh(other, "head -c 3000000 /dev/zero > big && echo fits").stdout == b"fits\n"
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 8, 13])
+def test_a_container_that_is_given_up_while_it_is_made_answers_for_no_other(world: World, turns: int) -> None:
+    before = set(descendants(os.getpid()))
+
+    async def one_after_another() -> Container:
+        given_up = asyncio.ensure_future(world.substrate.create("given-up", world.spec()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        return await world.substrate.create("next", world.spec())
+
+    container = world.do(one_after_another())
+    running = asyncio.ensure_future(container.exec(ExecRequest(argv=("sleep", "60"))), loop=world.loop)
+    world.do(asyncio.sleep(0.5))
+    assert any(b"sleep" in _command(pid) for pid in descendants(container.pid))
+    world.do(container.kill())
+    world.do(asyncio.wait([running]))
+    assert running.exception() is not None or running.result().status != ExecStatus.OK
+    wait_for(lambda: set(descendants(os.getpid())) <= before)
