@@ -339,6 +339,8 @@ def test_a_container_that_is_given_up_while_it_is_made_answers_for_no_other(worl
             await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.wait([given_up])
+        if not given_up.cancelled():  # it was made already
+            await given_up.result().kill()
         return await world.substrate.create("next", world.spec())
 
     container = world.do(one_after_another())
