@@ -1,5 +1,6 @@
 """Joining the process group of the learner's ranks."""
 
+import sys
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -8,7 +9,6 @@ import torch
 
 from rollforward.conf.errors import first_line
 from rollforward.model.errors import RankLostError, TrainerError
-from rollforward.model.optim_adamw import destroy_group
 
 OPERATION_TIMEOUT_S = 1800.0
 """How long a rank waits for another that is alive: longer than a pass over its micro-batches takes."""
@@ -62,4 +62,8 @@ def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float 
 def leave_group() -> None:
     """Leave the group; does nothing without one. This process may join another one afterwards."""
     if torch.distributed.is_initialized():
-        destroy_group()
+        deepspeed = sys.modules.get("deepspeed")  # where it is in use; it would give the next group this one's state
+        if deepspeed is not None and deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        else:
+            torch.distributed.destroy_process_group()

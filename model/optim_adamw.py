@@ -25,15 +25,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of a parameter NAME, saved as `NAME.exp_avg` and `NAME.exp_avg_sq`."""
 
 
-def destroy_group() -> None:
-    """Destroy this process's group together with what DeepSpeed remembers of it, which it would give to an optimizer of
-    the next group."""
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    else:
-        torch.distributed.destroy_process_group()
-
-
 class _Linear(nn.Module):
     """Parameters, and a loss whose gradient is what the caller says."""
 
