@@ -1,13 +1,14 @@
 """The sandbox that the hidden tests of one submission run in, replaced when a test has made it unusable.
 
-    nothing, or the state that `prepare` left --> the submission's files in, declared ones that it lacks out --> tests
+    nothing, or the state that `prepare` left --> what was not submitted out, what was submitted in --> tests
 
-The state is the very one that the completion began with.
+The state is the very one that the completion began with, and a submitted file takes the place of whatever it
+has there. What cannot be made so again was the completion's doing, so it is never left without a score.
 """
 
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import msgspec
@@ -40,7 +41,11 @@ class BenchLostError(Exception):
 
 
 class UnfitError(Exception):
-    """What the tests begin with cannot be in a sandbox; the message says why."""
+    """A test's files go into no sandbox, whatever was submitted; the message says why."""
+
+
+class SpoiltError(Exception):
+    """A test cannot be run because of what was submitted: the policy's doing. The message says why."""
 
 
 class Bench:
@@ -88,11 +93,14 @@ class Bench:
         Raises:
             BenchLostError: the platform failed.
             UnfitError: the files do not go into a fresh sandbox.
+            SpoiltError: the submission does not, or they do not beside it.
         """
-        while True:
-            result = await self._attempt(files, request)
-            if result is not None:
-                return result
+        try:
+            while (result := await self._attempt(files, request)) is None:
+                pass
+        except _LOST as error:
+            raise BenchLostError(str(error)) from error
+        return result
 
     async def close(self) -> None:
         """Let go of the sandbox; a lease ends what cannot be told so."""
@@ -124,34 +132,81 @@ class Bench:
                 await self._sandbox.upload(files)
             self._num_run += 1
             result = await self._sandbox.exec(request, key=f"t{self._num_run}c0")
+        except SpoiltError:
+            await self.close()
+            raise
         except SandboxFileError as error:
+            await self.close()
             if not was_used:
-                raise UnfitError(f"files cannot be put into a fresh sandbox: {error}") from error
+                await self._see_that_they_fit(files)
+                raise SpoiltError(f"a test's files do not go beside what was submitted: {error}") from error
+            return None
+        except SandboxGoneError:  # before the command reached it
+            if not was_used:
+                raise
             await self.close()
             return None
-        except SandboxGoneError as error:  # before the command reached it
-            if not was_used:
-                raise BenchLostError(str(error)) from error
-            await self.close()
-            return None
-        except _LOST as error:
-            raise BenchLostError(str(error)) from error
         if result.status in _INFRA:
             raise BenchLostError(result.detail or str(result.status))
         return result
 
     async def _make(self) -> None:
         """A sandbox with the submission in it."""
-        self._sandbox = await self._client.create(f"tests-{secrets.token_hex(12)}", self._spec, snapshot=self._snapshot)
+        self._sandbox = sandbox = await self._fresh()
         if self._absent:
             # What a completion took away must not come back with the state that it began with.
-            result = await self._sandbox.exec(ExecRequest(argv=("rm", "-rf", "--", *self._absent)), key="t0c0")
-            if result.status in (ExecStatus.EXIT, ExecStatus.TIMEOUT):
-                said = result.stderr.decode("utf-8", "replace").strip()
-                raise UnfitError(f"files that were not submitted cannot be removed: {said or result.status}")
-            if result.status is not ExecStatus.OK:
-                raise BenchLostError(result.detail or str(result.status))
-        await self._sandbox.upload(self._submission.files)
+            await self._remove(sandbox, self._absent, key="t0c0")
+        for number, (path, data) in enumerate(self._submission.files.items(), 1):
+            try:
+                await sandbox.upload({path: data})
+            except SandboxFileError:
+                if not await _has(sandbox, path, data):
+                    await self._replace(sandbox, path, data, number)
+
+    async def _fresh(self) -> Sandbox:
+        return await self._client.create(f"tests-{secrets.token_hex(12)}", self._spec, snapshot=self._snapshot)
+
+    async def _replace(self, sandbox: Sandbox, path: str, data: bytes, number: int) -> None:
+        """Put a file where the state has a directory, a link or a file that nobody may write, or one above it that is
+        no directory."""
+        above = [str(one) for one in PurePosixPath(path).parents if one.name]
+        if above:  # directories stay, which is an exit status of its own
+            await sandbox.exec(ExecRequest(argv=("rm", "-f", "--", *above)), key=f"t0c{2 * number - 1}")
+        await self._remove(sandbox, [path], key=f"t0c{2 * number}")
+        try:
+            await sandbox.upload({path: data})
+        except SandboxFileError as error:
+            raise SpoiltError(f"what was submitted does not go where it was: {error}") from error
+
+    async def _remove(self, sandbox: Sandbox, paths: Sequence[str], *, key: str) -> None:
+        result = await sandbox.exec(ExecRequest(argv=("rm", "-rf", "--", *paths)), key=key)
+        if result.status is ExecStatus.EXIT:
+            said = result.stderr.decode("utf-8", "replace").strip()
+            raise SpoiltError(f"what the completion took away cannot be removed: {said}")
+        if result.status is not ExecStatus.OK:
+            raise BenchLostError(result.detail or str(result.status))
+
+    async def _see_that_they_fit(self, files: Mapping[str, bytes]) -> None:
+        """Put a test's files into a sandbox without the submission.
+
+        Raises:
+            UnfitError: that fails too, so it is the data's doing.
+        """
+        self._sandbox = await self._fresh()
+        try:
+            await self._sandbox.upload(files)
+        except SandboxFileError as error:
+            raise UnfitError(f"files cannot be put into a fresh sandbox: {error}") from error
+        finally:
+            await self.close()
+
+
+async def _has(sandbox: Sandbox, path: str, data: bytes) -> bool:
+    """Whether the very file is there."""
+    try:
+        return (await sandbox.download([path], max_bytes=len(data))).get(path) == data
+    except SandboxFileError:
+        return False
 
 
 def _with_room(limits: Limits, submission: Submission, state: bytes) -> Limits:

@@ -20,7 +20,8 @@ policy learns.
 | wrong output, exit status, deadline, out of memory, disk full| the test is failed                      |
 | no declared file was left                                    | 0, `empty`                              |
 | the sandbox could not be made, died, or was lost             | all again, then no score, `infra`       |
-| the files do not go into a fresh sandbox                     | no score, `data`                        |
+| what was submitted cannot be where it was, or is in the way  | the test is failed                      |
+| a test's own files go into no sandbox                        | no score, `data`                        |
 
 Tests are a function of the submission, so running them again is safe. A submission that ended its sandbox from inside
 every time, without using up its memory, would be an infra failure: nothing inside is meant to be able to.
@@ -33,7 +34,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from rollforward.rl.tasks.bench import Bench, BenchLostError, UnfitError
+from rollforward.rl.tasks.bench import Bench, BenchLostError, SpoiltError, UnfitError
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.reward_config import UnitTestReward
 from rollforward.rl.tasks.types import Score, ScoreReason, Unscored
@@ -158,7 +159,10 @@ class UnitTestJudge:
         if test.script is not None:
             stdin = json.dumps({"script": test.script, "word": word}).encode()
             request = ExecRequest(argv=("python3", "-B", "-c", _RUN_SCRIPT), stdin=stdin, wall_s=timeout_s)
-        result = await bench.run({path: text.encode() for path, text in test.files.items()}, request)
+        try:
+            result = await bench.run({path: text.encode() for path, text in test.files.items()}, request)
+        except SpoiltError:
+            return "failed"
         if result.status is ExecStatus.TIMEOUT:
             return "timeout"
         if result.status not in (ExecStatus.OK, ExecStatus.EXIT):

@@ -222,6 +222,15 @@ def test_files_that_go_nowhere_are_a_fault_of_the_data(grader: Grader) -> None:
     assert "cannot be put into a fresh sandbox" in unscored.detail
 
 
+def test_a_submission_in_the_way_of_a_test_s_files_fails_that_test_alone(grader: Grader) -> None:
+    """Else a policy that wrote such a file would have no score in place of a bad one."""
+    right = {"argv": RUN, "stdin": "4", "stdout": "8"}
+    needs = {"argv": ["cat", "data/in.txt"], "files": {"data/in.txt": "7"}, "stdout": "7"}
+    assert value(judged(grader, ECHO, needs, right)) == 1.0
+    assert value(judged(grader, ECHO | {"data": "in the way"}, needs, right, needs)) == pytest.approx(1 / 3)
+    assert value(judged(grader, ECHO | {"data/in.txt/x": "in the way"}, needs)) == 0.0
+
+
 def test_many_threads_at_one_time(grader: Grader) -> None:
     def one(number: int) -> float:
         test = {"argv": RUN, "stdin": str(number), "stdout": str(2 * number if number % 3 else -1)}

@@ -1,6 +1,6 @@
 """Proves, in real sandboxes: hidden tests of a task with `prepare` run on the very state that the completion began with
-and what it submitted, and on nothing else of it, in containers and in machines: what it took away stays away; the state
-costs tests no room; a state that is gone is no 0.
+and what it submitted, and on nothing else of it, in containers and in machines: what it took away stays away, what it
+put elsewhere is there; the state costs tests no room; a state that is gone is no 0, what a policy spoilt is.
 """
 
 import asyncio
@@ -80,6 +80,27 @@ def begun(
     return asyncio.run(asyncio.wait_for(prepare(), 240))
 
 
+SHAPES = (
+    (
+        "sh",
+        "-c",
+        "mkdir lib kept shut; echo > lib/five.py; echo > deep; echo locked > kept/locked; chmod 444 kept/locked",
+    ),
+    (
+        "sh",
+        "-c",
+        "echo > kept/runs; chmod 755 kept/runs; printf shut > shut/in.txt; chmod 444 shut/in.txt; chmod 555 shut",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def shapes(name: str, tmp_path_factory: pytest.TempPathFactory) -> BegunWith:
+    """A state with directories, files and rights in the way."""
+    workspace = msgspec.structs.replace(PREPARED, prepare=SHAPES)
+    return begun(name, tmp_path_factory.mktemp("shapes") / "prepared", workspace)
+
+
 @pytest.fixture(scope="module")
 def state(name: str, tmp_path_factory: pytest.TempPathFactory) -> BegunWith:
     return begun(name, tmp_path_factory.mktemp("step") / "prepared")
@@ -114,6 +135,11 @@ def noise_in(tar: bytes) -> str:
         return file.read().decode().strip()
 
 
+def value(score: Score | Unscored) -> float:
+    assert isinstance(score, Score), score
+    return score.value
+
+
 RUN = {"argv": ["python3", "solve.py"], "stdout": "10"}
 USES = {"solve.py": "import sys\nsys.path.insert(0, 'lib')\nimport five\nprint(2 * five.x)"}
 
@@ -136,6 +162,40 @@ def test_what_a_completion_took_away_stays_away(grader: Grader, state: BegunWith
     # What is not declared is the state's.
     listed["stdout"] = "data/in.txt\nmore.txt\nwas"
     assert judged(grader, state, USES, listed, declared=["solve.py"]).value == 1.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"lib": "file", "solve.py": ""},
+        {"deep/er/x": "x"},
+        {"kept/locked": "mine", "kept/runs": "#!/bin/sh"},
+    ],
+    ids=["a file for a directory", "directories for a file", "a file for one that nobody may write"],
+)
+def test_what_was_submitted_takes_the_place_of_whatever_the_state_has_there(
+    grader: Grader, shapes: BegunWith, left: dict[str, str]
+) -> None:
+    """The tests judge it, so an answer that is worth nothing is a 0 like any other."""
+    workspace = msgspec.structs.replace(PREPARED, prepare=SHAPES)
+    told: dict[str, Any] = {"workspace": workspace, "declared": list(left)}
+    shown = {"argv": ["cat", *left], "stdout": "".join(left.values())}
+    assert judged(grader, shapes, left, shown, **told) == Score(value=1.0, reason=ScoreReason.CORRECT)
+    assert judged(grader, shapes, left, RUN, **told) == Score(value=0.0, reason=ScoreReason.WRONG)
+    if "kept/runs" in left:  # what was in nobody's way is written into, and still runs
+        assert value(judged(grader, shapes, left, {"argv": ["kept/runs"]}, **told)) == 1.0
+
+
+def test_what_cannot_be_made_as_it_was_is_a_0(grader: Grader, shapes: BegunWith) -> None:
+    """A completion may let itself write where the state that it began with does not."""
+    workspace = msgspec.structs.replace(PREPARED, prepare=SHAPES)
+    lost = Score(value=0.0, reason=ScoreReason.WRONG)
+    there = {"argv": ["cat", "shut/in.txt"], "stdout": "shut"}
+    told: dict[str, Any] = {"workspace": workspace, "declared": ["shut/in.txt", "solve.py"]}
+    assert judged(grader, shapes, {"shut/in.txt": "open", "solve.py": ""}, {"argv": ["true"]}, **told) == lost
+    assert judged(grader, shapes, {"solve.py": ""}, {"argv": ["true"]}, **told) == lost
+    # One that left the file alone has done nothing.
+    assert value(judged(grader, shapes, {"shut/in.txt": "shut", "solve.py": ""}, there, **told)) == 1.0
 
 
 def test_each_fresh_sandbox_begins_so(grader: Grader, state: BegunWith) -> None:
