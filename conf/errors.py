@@ -1,6 +1,7 @@
 """What can be wrong with a configuration or a command line. Other folders' errors are in their own errors.py."""
 
 import errno
+import re
 
 __all__ = ["ConfError", "ConfigError", "RunDirError", "SubmitError", "UsageError", "user_error"]
 
@@ -36,8 +37,9 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-_FULL = (errno.EDQUOT, errno.ENOSPC)
-_DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, *_FULL)
+_FULL = (errno.EDQUOT, errno.EFBIG, errno.ENOSPC)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_DISK_ERRORS = (*_FORBIDDEN, *_FULL)
 """What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
 
 
@@ -59,5 +61,31 @@ def told(error: BaseException) -> str:
     """What is said of a `user_error`: its message, and what a disk's lacks, the way out."""
     if not isinstance(error, OSError):
         return str(error)
-    way_out = "Make room there" if error.errno in _FULL else "Let this user write there, or name another place"
-    return f"{error}. {way_out}, then give the command again; a run that had begun: `rollforward resume RUN_DIR`"
+    return f"{error}. {way_out(error)}, then give the command again; a run that had begun: `rollforward resume RUN_DIR`"
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether what a disk says stays so until somebody does something about it."""
+    return _number(error) in _DISK_ERRORS
+
+
+def way_out(error: BaseException, *, room: str = "Make room there") -> str:
+    """What to do about what a disk says, the beginning of a sentence.
+
+    Args:
+        error: says so with its number, whoever wrapped it: Python's `[Errno 28]` or Rust's `(os error 28)`.
+        room: what to do where it is full, or a file larger than it may be.
+    """
+    number = _number(error)
+    if number in _FULL:
+        return room
+    if number in _FORBIDDEN:
+        return "Let this user write there, or name another place"
+    return "See what stands there and look at the device (dmesg), or move the run to another one"
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"\[Errno (\d+)\]|\(os error (\d+)\)", str(error))
+    return None if found is None else int(found[1] or found[2])

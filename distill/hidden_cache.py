@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rollforward.conf.errors import way_out
 from rollforward.distill.errors import HiddenCacheError
 from rollforward.distill.hidden_shard import (
     ABSENT,
@@ -193,8 +194,8 @@ class HiddenCache:
             yield
         except OSError as error:
             raise HiddenCacheError(
-                f"{path} {what}: {error}. Make room on its disk, {_SMALLER}; the same command with the same run_dir"
-                " goes on"
+                f"{path} {what}: {error}. {way_out(error, room=f'Make room on its disk, {_SMALLER}')}; the same command"
+                " with the same run_dir goes on"
             ) from error
 
 

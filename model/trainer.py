@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rollforward.conf.errors import way_out
 from rollforward.model.balance import updated_bias
 from rollforward.model.config import ModelConfig
 from rollforward.model.errors import CheckpointError, NonFiniteLossError, TrainerError
@@ -293,8 +294,8 @@ class Trainer:
                 (directory / _STATE_NAME).write_bytes(msgspec.json.encode(state))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
-                f"{directory} cannot be written ({_free_text(directory)}): {error}. Make room; the run goes on from the"
-                " checkpoint before"
+                f"{directory} cannot be written ({_free_text(directory)}): {error}. {way_out(error, room='Make room')};"
+                " the run goes on from the checkpoint before"
             ) from error
 
     def load(self, directory: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from rollforward.conf.console import say
+from rollforward.conf.errors import way_out
 from rollforward.model.checkpoint import sync_path
 from rollforward.rl.errors import CheckpointWriteError
 from rollforward.rl.prompts import DataCursor
@@ -82,9 +83,10 @@ def save_checkpoint(root: Path, state: LoopState, write: Callable[[Path], None],
     try:
         _save(root, target, state, write, keep)
     except OSError as error:
+        remedy = way_out(error, room="Make room or set keep_checkpoints lower")
         raise CheckpointWriteError(
-            f"{target} cannot be written: {error}. Make room or set keep_checkpoints lower, or let this user write"
-            " there; the checkpoint before it is kept: `rollforward resume` with the run's directory goes on from it"
+            f"{target} cannot be written: {error}. {remedy}; the checkpoint before it is kept: `rollforward resume`"
+            " with the run's directory goes on from it"
         ) from error
     return target
 

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rollforward.conf.errors import way_out
 from rollforward.model.checkpoint import sync_path
 from rollforward.rl.batch import PackedBatch, StepBatch, TrajectoryRow, concatenate
 from rollforward.rl.errors import SampleFileError
@@ -212,9 +213,10 @@ def write_step(root: Path, step: int, batch: StepBatch) -> Path:
         partial.rename(target)
         sync_path(root)
     except OSError as error:
+        remedy = way_out(error, room="Make room, or set checkpoint_every_steps lower")
         raise SampleFileError(
-            f"{target} cannot be written: {error}. Make room, or set checkpoint_every_steps lower, since samples are"
-            " kept until a checkpoint covers their step; the same command with the same run_dir goes on"
+            f"{target} cannot be written: {error}. {remedy}; samples are kept until a checkpoint covers their step. The"
+            " same command with the same run_dir goes on"
         ) from error
     return target
 

@@ -31,6 +31,13 @@ class WalWriteError(RolloutError, RuntimeError):
     """
 
 
+class WalRefusedError(WalWriteError):
+    """A write failed because the disk is full or this user may not write there; that stays so until somebody acts.
+
+    A successor that cannot even open the log is not followed by another one: the run ends and names the way out.
+    """
+
+
 class WalFencedError(RolloutError, RuntimeError):
     """A newer epoch owns the stream: this writer is a zombie.
 

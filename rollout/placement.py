@@ -166,6 +166,10 @@ class RayHost:
             if isinstance(error, RayActorError) and error.actor_init_failed:
                 raise
             raise WorkerLostError(_describe(error)) from error
+        except RayTaskError as error:
+            if not isinstance(error.cause, Exception):
+                raise
+            raise error.cause from error
         except _NO_PLACE as error:
             raise RolloutLostError(
                 f"there is no place for a replica: {first_line(error)}. What is durable is kept: `rollforward resume`"

@@ -29,6 +29,7 @@ from rollforward.rollout.errors import (
     RolloutError,
     RolloutLostError,
     VersionRefusedError,
+    WalRefusedError,
     WalStalledError,
     WalWriteError,
     WeightsError,
@@ -320,15 +321,18 @@ class Supervisor:
         return self._host.result(call)
 
     def _give_up(self, replica: _Replica, error: Exception) -> None:
-        """End what is left of a process, unless its replica was lost too often.
+        """End what is left of a process, unless its replica was lost too often, or no successor could open its log.
 
         Raises:
-            RolloutLostError: it was.
+            RolloutLostError: so it is.
         """
+        is_of_no_use = isinstance(error, WalRefusedError) and not replica.is_open
         kind = "engine_hung" if isinstance(error, _HungError) else "engine_lost"
         kind = "engine_refused" if isinstance(error, WeightsError) else kind
         replica.failures = _counted(replica.failures, kind)
         self._end(replica)
+        if is_of_no_use:
+            raise RolloutLostError(f"{replica.name}: {first_line(error)}") from error
         allowed = self._config.max_restarts
         if replica.num_restarts >= allowed:
             raise RolloutLostError(

@@ -85,7 +85,7 @@ def open_log(
         WalUsageError: the directory belongs to another stream, or a newer version of the format wrote in it, or the
             mirror is on the same device or belongs to another log.
         WalFencedError: another process took the stream over at the same moment.
-        WalWriteError: the directory cannot be made or written.
+        WalWriteError: the directory cannot be made or written; `WalRefusedError` where that stays so.
 
     Invariants: safe to call again after any error or kill; sequence numbers and epochs grow over all calls.
 

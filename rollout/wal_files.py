@@ -18,7 +18,8 @@ import stat
 from pathlib import Path
 from typing import Self
 
-from rollforward.rollout.errors import WalFencedError, WalLockedError, WalUsageError, WalWriteError
+from rollforward.conf.errors import is_lasting, way_out
+from rollforward.rollout.errors import WalFencedError, WalLockedError, WalRefusedError, WalUsageError, WalWriteError
 from rollforward.sandbox.codec import SegmentHeader, encode_segment_header, parse_segment_header
 from rollforward.sandbox.files import sync_directory
 
@@ -244,14 +245,10 @@ def write_error(cause: OSError, path: Path, state: str) -> WalWriteError:
         free = f"{found.f_bavail * found.f_frsize} bytes are free there"
     except (OSError, StopIteration) as unknown:
         free = f"how much is free there is not known ({unknown})"
-    if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        way_out = "Make room (or raise the quota or the limit on a file's size)"
-    elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        way_out = "Let this user write there"
-    else:
-        way_out = "Look at the device (dmesg), or move the run to another one"
-    error = WalWriteError(
-        f"log {name}: {cause}; {free}; {state}. {way_out}, then go on with `rollforward resume RUN_DIR`: a new writer"
+    remedy = way_out(cause, room="Make room (or raise the quota or the limit on a file's size)")
+    kind = WalRefusedError if is_lasting(cause) else WalWriteError
+    error = kind(
+        f"log {name}: {cause}; {free}; {state}. {remedy}, then go on with `rollforward resume RUN_DIR`: a new writer"
         " continues from the durable tokens."
     )
     error.__cause__ = cause

@@ -300,9 +300,11 @@ def test_shards_beyond_the_disk_are_refused_before_anything_is_written(root: Pat
 def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = HiddenCache(tmp_path / "file", max_bytes=1 << 20)
-    with pytest.raises(HiddenCacheError, match=r"step_000007 cannot be made ready: .*Make room .* goes on"):
+    with pytest.raises(HiddenCacheError, match=r"step_000007 cannot be made ready: .*See what stands there .* goes on"):
         cache.begin(STEP, KEYS)
-    with pytest.raises(HiddenCacheError, match=r"0000-code.arrow cannot be written: .*Make room .* goes on"):
+    with pytest.raises(
+        HiddenCacheError, match=r"0000-code.arrow cannot be written: .*See what stands there .* goes on"
+    ):
         cache.write(STEP, 0, KEYS[0], *values_of(KEYS[0]))
     with pytest.raises(HiddenCacheError, match=r"0000-code.arrow is damaged: "):
         cache.read(STEP, 0, KEYS[0])
@@ -369,8 +371,7 @@ def test_a_disk_that_takes_nothing_is_named(cache: HiddenCache, root: Path) -> N
     for line, what in ((first, "0000-code.arrow cannot be written"), (freed, "step_000007 cannot be removed")):
         assert f"{what}: [Errno 30]" in line, line
         assert line.endswith(
-            "Make room on its disk, or lower prompts_per_step, samples_per_prompt or"
-            " sampling.max_new_tokens; the same command with the same run_dir goes on"
+            "Let this user write there, or name another place; the same command with the same run_dir goes on"
         )
     assert left == "0000-code.arrow step_000007"
     assert "step_000008 cannot be made ready: [Errno 30]" in after

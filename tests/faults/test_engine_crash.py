@@ -228,6 +228,19 @@ def test_told_to_leave(fleet: Fleet, undisturbed: dict[int, list[Completion]], h
     assert stats.resumed.kv_restored > 0, "what was saved is used"
 
 
+@pytest.mark.timeout(120)
+def test_a_log_that_may_not_be_written_ends_the_run_at_once_and_says_what_to_do(
+    cluster: None, weights: Path, tmp_path: Path
+) -> None:
+    """Another process may not write it either. Nobody may make a file in sysfs, root included."""
+    fleet = Fleet(tmp_path / "wal", weights, max_restarts=3)
+    (fleet.root / "engine-1").symlink_to("/sys/kernel")
+    with pytest.raises(RolloutLostError, match=r"^engine-1: log .*denied.*Let this user write.*`rollforward resume"):
+        fleet.load()
+    assert len(fleet.actors[1]) == 1
+    ray.kill(fleet.actors[0][-1])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_lost_again_and_again(cluster: None, weights: Path, tmp_path: Path) -> None:

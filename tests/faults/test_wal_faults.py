@@ -188,7 +188,7 @@ def test_a_log_that_cannot_be_opened_says_what_to_do_and_opens_afterwards(tmp_pa
     assert outcome.published == []
     told = outcome.last.splitlines()[-1]
     assert re.match(
-        r"\S+WalWriteError: log \S+: .*No space left on device.*; \d+ bytes are free there; it was not", told
+        r"\S+WalRefusedError: log \S+: .*No space left on device.*; \d+ bytes are free there; it was not", told
     )
     assert "Make room" in told
     assert "rollforward resume RUN_DIR" in told

@@ -49,15 +49,30 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert (found[0] / "data").read_text() == "11"
 
 
-def test_a_write_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "Make room or set keep_checkpoints lower"),
+        (errno.EDQUOT, "Make room or set keep_checkpoints lower"),
+        (errno.EACCES, "Let this user write there"),
+        (errno.EROFS, "Let this user write there"),
+        (errno.EIO, "See what stands there and look at the device"),
+        (errno.ENOTDIR, "See what stands there and look at the device"),
+    ],
+)
+def test_a_write_that_fails_leaves_the_one_before_and_says_what_to_do(
+    tmp_path: Path, number: int, way_out: str
+) -> None:
     save_checkpoint(tmp_path, _state(1), _write(), keep=3)  # type: ignore[arg-type]
 
     def fail(directory: Path) -> None:
         (directory / "data").write_text("half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
-    with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*No space left.*Make room.*before"):
+    with pytest.raises(CheckpointWriteError, match="the checkpoint before it is kept") as caught:
         save_checkpoint(tmp_path, _state(2), fail, keep=3)
+    assert f"cannot be written: [Errno {number}] {os.strerror(number)}. {way_out}" in str(caught.value)
+    assert ("Make room" in str(caught.value)) == ("Make room" in way_out)
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert found[1].step == 1

@@ -4,6 +4,8 @@ foreign is named.
 That the loop uses the files, and when they go, is in test_controller.py.
 """
 
+import errno
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -240,10 +242,18 @@ def test_a_foreign_arrow_file_and_another_format_are_refused(tmp_path: Path, mon
         open_step(directory)
 
 
-def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "samples").write_text("a file where the folder should be")
-    with pytest.raises(SampleFileError, match=r"step_000007 cannot be written: .*Make room"):
+    with pytest.raises(SampleFileError, match=r"step_000007 cannot be written: .*See what stands there") as caught:
         write_step(tmp_path / "samples", 7, _batch())
+    assert "Make room" not in str(caught.value)
+
+    def full(directory: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(samples_module, "sync_path", full)
+    with pytest.raises(SampleFileError, match=r"cannot be written: .*No space left.*Make room"):
+        write_step(tmp_path / "other", 7, _batch())
 
 
 def test_tokens_alone_are_those_of_the_micro_batch(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from rollforward.rollout.errors import (
     RolloutLostError,
     VersionRefusedError,
     WalFencedError,
+    WalRefusedError,
     WalWriteError,
     WorkerLostError,
 )
@@ -427,6 +428,23 @@ def test_a_failed_log_is_taken_over_by_a_successor(tmp_path: Path) -> None:
     supervisor = supervise(world, tmp_path)
     step(supervisor, tmp_path)
     assert world.lives(0) == 2
+
+
+def test_a_log_that_no_successor_could_open_ends_the_run_at_once_with_the_way_out(tmp_path: Path) -> None:
+    """Waiting makes no room. In the middle of a call a successor is tried, whose opening decides."""
+    refused = WalRefusedError("log engine-1/EPOCH: no space left. Make room, then go on")
+    world = World()
+    world.faults[1, 0] = {"answers": {"generate": refused}}
+    world.faults[1, 1] = {"answers": {"open": refused}}
+    supervisor = supervise(world, tmp_path)
+    supervisor.load_weights(publish(tmp_path, 1))
+    with pytest.raises(RolloutLostError, match=r"^engine-1: log engine-1/EPOCH: no space left. Make room, then go on$"):
+        supervisor.generate(REQUESTS)
+    assert world.lives(1) == 2
+    assert world.current(1).is_killed
+    for life in range(2):  # what may be gone the next time is tried again
+        world.faults[1, 2 + life] = {"answers": {"open": WalWriteError("an error of the device")}}
+    assert supervisor.generate(REQUESTS) == EXPECTED
 
 
 @pytest.mark.parametrize("error", [EngineError("bug"), EngineInputError("too long"), WalFencedError("another one")])

@@ -325,7 +325,7 @@ def test_a_failed_sync_is_final_and_never_tried_again(tmp_path: Path, is_preallo
     writer.wait_durable(durable)
     lost = step(writer, {0: 1})
     with pytest.raises(
-        WalWriteError, match=r"0\.wal: .Errno 5.*bytes are free there; durable up to seq 1,.*Look at the device"
+        WalWriteError, match=r"0\.wal: .Errno 5.*bytes are free there; durable up to seq 1,.*look at the device"
     ):
         writer.wait_durable(lost)
     for use in (lambda: step(writer, {0: 2}), lambda: writer.wait_durable(lost), writer.close):
@@ -418,7 +418,7 @@ def test_wrong_configuration_is_an_error(value: dict[str, object]) -> None:
 
 
 def test_errors_pickle() -> None:
-    for kind in (WalUsageError, WalWriteError, WalFencedError, WalLockedError, WalStalledError):
+    for kind in (WalUsageError, WalWriteError, errors.WalRefusedError, WalFencedError, WalLockedError, WalStalledError):
         error = pickle.loads(pickle.dumps(kind("what happened")))
         assert type(error) is kind
         assert isinstance(error, errors.RolloutError)
