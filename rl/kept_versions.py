@@ -4,7 +4,8 @@ run_dir/judges.json, run_dir/teachers.json   name -> version
 """
 
 import hashlib
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,14 @@ def model_version(config: ModelConfig, fingerprints: Mapping[str, str], *more: s
     return hashlib.blake2b(said, digest_size=16).hexdigest()
 
 
-def keep_versions(file: Path, versions: Mapping[str, str], *, what: str, error: type[ValueError]) -> None:
+def keep_versions(
+    file: Path,
+    versions: Mapping[str, str],
+    *,
+    what: str,
+    error: type[ValueError],
+    is_same: Callable[[str, str], bool] = operator.eq,
+) -> None:
     """Write down which models a run has, or see that they are those that it began with.
 
     Args:
@@ -37,6 +45,7 @@ def keep_versions(file: Path, versions: Mapping[str, str], *, what: str, error: 
         versions: of each model, by its name.
         what: they are, such as `teacher`.
         error: raised of what the user can put right.
+        is_same: whether two names mean one model; a name that is there as it is goes before others.
 
     Raises:
         ValueError: as `error`: one is another, or nobody can read which they were.
@@ -51,9 +60,10 @@ def keep_versions(file: Path, versions: Mapping[str, str], *, what: str, error: 
     except (OSError, msgspec.MsgspecError) as fault:
         raise error(f"{file} cannot be read: {fault}. Put it back, or choose another run_dir") from fault
     for name, version in versions.items():
-        if began_with.get(name) != version:
+        known = began_with.get(name) or next((began_with[other] for other in began_with if is_same(name, other)), None)
+        if known != version:
             raise error(
                 f"{what} {name}: its version is {version}; the run in {file.parent} began with"
-                f" {began_with.get(name, f'another set of {what}s')} ({file}). Put the {what} back as it was, or choose"
+                f" {known or f'another set of {what}s'} ({file}). Put the {what} back as it was, or choose"
                 " another run_dir to begin anew with this one"
             )

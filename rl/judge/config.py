@@ -3,6 +3,7 @@
 What a reward does with it is in `rl/tasks/reward_config.py`; the task that trains judging is in `rl/tasks/config.py`.
 """
 
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -116,6 +117,13 @@ class ModelJudge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 Judge = ActorJudge | ModelJudge
 """Who judges, told apart by `type`."""
+
+
+def located(judge: Judge) -> Judge:
+    """Return the judge with its directory spelled in the one way, so that however a task spells it, it is one judge."""
+    if isinstance(judge, ActorJudge):
+        return judge
+    return msgspec.structs.replace(judge, model_dir=str(Path(judge.model_dir).resolve()))
 
 
 class Panel(Rubric, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollforward.model.encoding import ChatEncoding
 from rollforward.rl.errors import TaskError
-from rollforward.rl.judge.config import Judge
+from rollforward.rl.judge.config import Judge, located
 from rollforward.rl.judge.prompt import criteria_order, judge_messages, quoting_key
 from rollforward.rl.judge.types import Judgement, Verdict, VerdictFailure, VerdictProblem
 from rollforward.rl.judge.verdict import read_verdict
@@ -104,7 +104,8 @@ class Judging:
             seats: who judges, by its configuration; every judge of the run's tasks.
             run_seed: keys every draw.
         """
-        self._seats, self._run_seed = dict(seats), run_seed
+        self._seats = {located(judge): seat for judge, seat in seats.items()}
+        self._run_seed = run_seed
 
     def judge(self, asks: Sequence[Ask], *, policy_version: int) -> list[Judged]:
         """Judge answers.
@@ -121,7 +122,7 @@ class Judging:
 
         Invariants: a function of asks, weights and seed; a judgement that fails is not asked again under its number.
         """
-        cases = [_Case(ask, self._seats[ask.reward.judge]) for ask in asks]
+        cases = [_Case(ask, self._seats[located(ask.reward.judge)]) for ask in asks]
         while due := [case for case in cases if case.num_due > 0]:
             self._round(due, policy_version)
         return [

@@ -21,7 +21,7 @@ from rollforward.model.checkpoint_headers import check_entries, load_checkpoint_
 from rollforward.model.config import ModelConfig
 from rollforward.model.encoding import ChatEncoding
 from rollforward.rl.errors import ModelDirectoryError
-from rollforward.rl.judge.config import ActorJudge, Judge, ModelJudge
+from rollforward.rl.judge.config import ActorJudge, Judge, ModelJudge, located
 from rollforward.rl.judge.judging import Generate, Judging, Seat, check_room
 from rollforward.rl.kept_versions import keep_versions, model_version
 from rollforward.rl.tasks.config import TaskConfig
@@ -54,7 +54,7 @@ class JudgeModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """In this run: `judge-0`, in the order in which tasks name them."""
     judge: ModelJudge
-    """As configured."""
+    """As the first task configures it that names it."""
     model_config: ModelConfig
     """Its hyper-parameters."""
     encoding: ChatEncoding
@@ -109,11 +109,13 @@ def load_judges(
         EncodingError: a judge's encoding does not know the effort that it is asked with.
         TaskError: a rubric and its verdicts alone are longer than the judge's model takes.
     """
-    named = dict.fromkeys(judge for task in task_configs for judge in task.judges)
-    models = {judge: _load(f"judge-{index}", judge) for index, judge in enumerate(named)}
+    named: dict[Judge, ModelJudge] = {}
+    for judge in (judge for task in task_configs for judge in task.judges):
+        named.setdefault(located(judge), judge)
+    models = {key: _load(f"judge-{index}", judge) for index, (key, judge) in enumerate(named.items())}
     for task in task_configs:
         for reward in (part.reward for part in task.reward_parts if isinstance(part.reward, RubricReward)):
-            model = None if isinstance(reward.judge, ActorJudge) else models[reward.judge]
+            model = None if isinstance(reward.judge, ActorJudge) else models[located(reward.judge)]
             asked = encoding if model is None else model.encoding
             asked.check_effort(reward.effort)
             positions = (model_config if model is None else model.model_config).max_position_embeddings
@@ -212,7 +214,8 @@ class Judges:
             for (model, _), (_, _, manifest) in zip(self._served, published, strict=True)
         }
         if versions:
-            keep_versions(self._run_dir / VERSIONS_NAME, versions, what="judge", error=ModelDirectoryError)
+            file = self._run_dir / VERSIONS_NAME
+            keep_versions(file, versions, what="judge", error=ModelDirectoryError, is_same=_are_one_place)
         for engines, directory, manifest in published:
             for ack in engines.load_weights(directory):
                 check_acknowledgement(manifest, ack)
@@ -282,6 +285,10 @@ def local_judging(
         judges = Judges(models, engines, run_dir=run_dir, run_seed=run_seed)
         judges.open()
         yield judges.judging(actor.generate, encoding, model_config)
+
+
+def _are_one_place(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def _model_version(model: JudgeModel, manifest: WeightsManifest) -> str:

@@ -1,5 +1,6 @@
 """Proves: a model that judges is the one that the run began with, or the run does not go on: other weights, another
-tokenizer and another form of conversations are told from what was there, and put back it goes on.
+tokenizer and another form of conversations are told from what was there, and put back it goes on. However its directory
+is spelled, it is one judge.
 """
 
 import json
@@ -15,10 +16,13 @@ from rollforward.model.checkpoint import read_checkpoint, write_checkpoint
 from rollforward.model.config import load_model_config
 from rollforward.model.encoding_version import ENCODING_FILE
 from rollforward.rl.errors import ModelDirectoryError
-from rollforward.rl.judge.seats import Judges, LocalJudge, load_judges, local_engines
+from rollforward.rl.judge.judging import Ask
+from rollforward.rl.judge.seats import JudgeModel, Judges, LocalJudge, load_judges, local_engines
 from rollforward.rl.setup import load_parts
-from rollforward.rl.tasks.config import DatasetConfig, TaskConfig
+from rollforward.rl.tasks.config import TaskConfig
+from rollforward.rl.tasks.reward_config import RubricReward
 from rollforward.rollout.config import RolloutConfig
+from rollforward.rollout.types import RequestId
 from rollforward.sandbox.config import SandboxConfig
 from tests.helpers.runs import write_model
 
@@ -35,25 +39,37 @@ def judge_dir(model_dir: Path, tmp_path: Path) -> Path:
     return shutil.copytree(model_dir, tmp_path / "judge")
 
 
-def _start(model_dir: Path, judge_dir: Path, run_dir: Path) -> None:
-    """The judge's place in one process of a run, taken and given back."""
+def _task(index: int, judge_dir: str) -> TaskConfig:
+    """A task that the model in a directory judges."""
     rubric: dict[str, Any] = {
         "type": "rubric",
         "criteria": [{"name": "even", "text": "It is even."}],
-        "judge": {"type": "model", "model_dir": str(judge_dir), "precision": "fp32"},
+        "judge": {"type": "model", "model_dir": judge_dir, "precision": "fp32"},
         "max_verdict_tokens": 16,
     }
-    task = {"type": "dataset", "name": "evens", "path": {"type": "evens", "rows": 40}, "reward": rubric}
-    config = msgspec.convert(task | {"heldout_size": 10}, TaskConfig)
-    assert isinstance(config, DatasetConfig)
-    parts = load_parts(model_dir, [config], max_prompt_tokens=64, max_new_tokens=8, sandbox=SandboxConfig())
-    models = load_judges([config], parts.encoding, parts.model_config)
+    task = {"type": "dataset", "name": f"evens-{index}", "path": {"type": "evens", "rows": 40}, "reward": rubric}
+    return msgspec.convert(task | {"heldout_size": 10}, TaskConfig)
+
+
+def _start(model_dir: Path, judge_dir: Path | list[str], run_dir: Path) -> list[JudgeModel]:
+    """The judges' place in one process of a run, taken and given back. A directory, or how each task spells it."""
+    spelled = [str(judge_dir)] if isinstance(judge_dir, Path) else judge_dir
+    configs = [_task(index, one) for index, one in enumerate(spelled)]
+    parts = load_parts(model_dir, configs, max_prompt_tokens=64, max_new_tokens=8, sandbox=SandboxConfig())
+    models = list(load_judges(configs, parts.encoding, parts.model_config))
     engines: list[LocalJudge] = [local_engines(model, run_dir, ROLLOUT) for model in models]
     judges = Judges(models, engines, run_dir=run_dir, run_seed=0)
     try:
         judges.open()
+        judging = judges.judging(lambda _: [], parts.encoding, parts.model_config)
+        for index, config in enumerate(configs):
+            (reward,) = (part.reward for part in config.reward_parts)
+            assert isinstance(reward, RubricReward)
+            ask = Ask(id=RequestId(0, index, 0), task="t", reward=reward, first=1, question="Even?", answer="4")
+            assert len(judging.judge([ask], policy_version=0)[0].judgements) >= 3
     finally:
         judges.close()
+    return models
 
 
 def _another_weight(judge_dir: Path) -> None:
@@ -108,6 +124,25 @@ def test_a_judge_that_lies_in_other_files_is_the_same(model_dir: Path, judge_dir
     shutil.rmtree(judge_dir)
     (tmp_path / "again").rename(judge_dir)
     _start(model_dir, judge_dir, tmp_path / "run")
+
+
+def test_however_it_is_spelled_it_is_one_judge(
+    model_dir: Path, judge_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(judge_dir)
+    spellings = ["judge", str(judge_dir), "./link/", f"{tmp_path}/../{tmp_path.name}/judge"]
+    (one,) = _start(model_dir, spellings, tmp_path / "run")
+    assert one.judge.model_dir == "judge"
+    # As the run began, so that a file of a run that was moved together with its judge is still understood.
+    assert list(json.loads((tmp_path / "run" / "judges.json").read_text())) == ["judge"]
+    for spelling in spellings:
+        _start(model_dir, [spelling], tmp_path / "run")
+    _another_weight(judge_dir)
+    began_with = json.loads((tmp_path / "run" / "judges.json").read_text())["judge"]
+    for spelling in spellings:
+        with pytest.raises(ModelDirectoryError, match=f"the run in .*/run began with {began_with}"):
+            _start(model_dir, [spelling], tmp_path / "run")
 
 
 def test_a_run_that_no_longer_knows_its_judges_is_refused(model_dir: Path, judge_dir: Path, tmp_path: Path) -> None:
