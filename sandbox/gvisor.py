@@ -27,6 +27,7 @@ from typing import Any, Final
 from rollforward.sandbox import cgroups
 from rollforward.sandbox.agent_link import AgentLink
 from rollforward.sandbox.bubblewrap import interpreter
+from rollforward.sandbox.burials import Burials
 from rollforward.sandbox.container import Container, ContainerSubstrate
 from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.host import HostReport
@@ -106,6 +107,8 @@ class GVisorSubstrate(ContainerSubstrate):
         super().__init__(images, label=label, max_sandboxes=max_sandboxes, hierarchies=hierarchies)
         self._named = runsc
         self._runsc: Sequence[str] = ()
+        self._num_probes = 0
+        self._burials = Burials()
 
     async def start(self) -> HostReport:
         """See `ContainerSubstrate`; a sandbox is made and asked something, to see that gVisor works here."""
@@ -136,13 +139,19 @@ class GVisorSubstrate(ContainerSubstrate):
         )
 
     async def _try(self) -> None:
-        sandbox = await self.create("probe", SandboxSpec(substrate="gvisor"))
+        self._num_probes += 1
+        sandbox = await self.create(f"probe-{self._num_probes}", SandboxSpec(substrate="gvisor"))
         try:
             result = await sandbox.exec(ExecRequest(argv=("true",)))
             if result.status is not ExecStatus.OK:
                 raise SandboxUnavailableError(f"a command ended with {result.status.value} {result.detail}".strip())
         finally:
-            await sandbox.kill()
+            await self._burials.end(sandbox)
+
+    async def close(self) -> None:
+        """See `ContainerSubstrate`."""
+        await self._burials.close()
+        await super().close()
 
     def new(self, *arguments: Any) -> "GVisorContainer":
         """See `ContainerSubstrate`."""

@@ -43,8 +43,9 @@ from rollforward.sandbox.errors import (
     SandboxGoneError,
 )
 from rollforward.sandbox.files import read_regular, sync_directory
-from rollforward.sandbox.tenancy import LostError, UnfitFilesError, in_thread
+from rollforward.sandbox.tenancy import LostError, UnfitFilesError
 from rollforward.sandbox.types import ExecRequest, ExecStatus, SandboxSpec, Snapshot
+from rollforward.sandbox.unbroken import in_thread
 
 _MAX_STATE_BYTES: Final = 1 << 20
 _LOOK_S: Final = 0.05

@@ -11,8 +11,9 @@ from rollforward.sandbox.command_history import LoggedCommand
 from rollforward.sandbox.command_log import CommandLog
 from rollforward.sandbox.command_records import SnapshotRecord, decode_call
 from rollforward.sandbox.errors import GoneCause, SandboxGoneError
-from rollforward.sandbox.tenancy import LostError, Tenancy, in_thread
+from rollforward.sandbox.tenancy import LostError, Tenancy
 from rollforward.sandbox.types import CallStatus
+from rollforward.sandbox.unbroken import in_thread
 
 
 async def caught_up(log: CommandLog, tenancy: Tenancy) -> Sandbox | None:

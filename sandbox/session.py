@@ -62,8 +62,9 @@ from rollforward.sandbox.errors import (
 )
 from rollforward.sandbox.restoring import caught_up, keep
 from rollforward.sandbox.results import OOM_TEXT
-from rollforward.sandbox.tenancy import Beginning, LostError, Tenancy, UnfitFilesError, in_thread, lost, open_log
+from rollforward.sandbox.tenancy import Beginning, LostError, Tenancy, UnfitFilesError, lost, open_log
 from rollforward.sandbox.types import Call, CallResult, CallStatus, Collected, SandboxSpec, SessionResult
+from rollforward.sandbox.unbroken import in_thread
 
 _SANDBOX = re.compile(r"^sandbox [0-9a-z-]+: ")
 

@@ -59,7 +59,7 @@ class Substrates:
         """Keep how to make each; nothing is made."""
         self._makers = dict(makers)
         self._started: dict[str, Substrate] = {}
-        self._starting = asyncio.Lock()
+        self._starting: dict[str, asyncio.Task[HostReport]] = {}
         self._is_closed = False
 
     async def start(self) -> HostReport:
@@ -81,22 +81,44 @@ class Substrates:
         return next((instance for instance in found if instance is not None), None)
 
     async def close(self) -> None:
-        """See `Substrate`."""
+        """See `Substrate`. What is being started is broken off."""
         self._is_closed = True
-        async with self._starting:
-            await asyncio.gather(*(substrate.close() for substrate in self._started.values()))
+        starting = list(self._starting.values())
+        for start in starting:
+            start.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*(substrate.close() for substrate in self._started.values()))
 
     async def _start(self, name: str) -> HostReport:
-        async with self._starting:
-            if self._is_closed:
-                raise SandboxUnavailableError("sandbox: the substrate is closed; make a new one")
-            if name in self._started:
-                return HostReport()
-            substrate = self._makers[name]()
-            try:
-                report = await substrate.start()
-            except BaseException:
-                await substrate.close()
-                raise
-            self._started[name] = substrate
-            return report
+        """Wait until one is started, by whoever asked first; it goes on whoever goes away."""
+        if self._is_closed:
+            raise _closed()
+        if name in self._started:
+            return HostReport()
+        start = self._starting.get(name)
+        if start is None:
+            start = self._starting[name] = asyncio.create_task(self._begin(name))
+            start.add_done_callback(lambda done: self._has_begun(name, done))
+        await asyncio.wait([start])
+        if start.cancelled():
+            raise _closed()
+        return start.result()
+
+    async def _begin(self, name: str) -> HostReport:
+        substrate = self._makers[name]()
+        try:
+            report = await substrate.start()
+        except BaseException:
+            await substrate.close()
+            raise
+        self._started[name] = substrate
+        return report
+
+    def _has_begun(self, name: str, done: "asyncio.Task[HostReport]") -> None:
+        del self._starting[name]
+        if not done.cancelled():
+            done.exception()  # nobody may be left to be told
+
+
+def _closed() -> SandboxUnavailableError:
+    return SandboxUnavailableError("sandbox: the substrate is closed; make a new one")

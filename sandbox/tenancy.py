@@ -46,6 +46,7 @@ from rollforward.sandbox.errors import (
     SandboxGoneError,
 )
 from rollforward.sandbox.types import SandboxSpec, Snapshot
+from rollforward.sandbox.unbroken import in_thread
 
 _PAUSE_S: Final = 1.0
 """Before something is asked again of whom the client could not reach; twice as long each time."""
@@ -341,17 +342,3 @@ async def _open_now(path: Path, sync: bool) -> CommandLog:
             log.close()
         raise
     return opened[0]
-
-
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """Does what waits for a disk without holding up the loop. Who cancels it waits for its end: the next one must find
-    the log as it left it.
-    """
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
-        raise

@@ -7,22 +7,23 @@ go_on            a file is filled with these pages while an emulator comes up, a
 """
 
 import asyncio
+import contextlib
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from rollforward.sandbox import vm, vm_cache, vm_image, vm_state
 from rollforward.sandbox.errors import SandboxUnavailableError
-from rollforward.sandbox.files import last_line, write_all
+from rollforward.sandbox.unbroken import in_thread, to_its_end
 from rollforward.sandbox.vm import MIB, Given
-from rollforward.sandbox.vm_machine import Machine, Wires
+from rollforward.sandbox.vm_keeper import Keeper
+from rollforward.sandbox.vm_machine import BootError, Machine, Wires
 from rollforward.sandbox.vm_monitor import Monitor
 from rollforward.sandbox.vm_state import State, Whole
 from rollforward.sandbox.vm_stream import BLOCK
 from rollforward.sandbox.warm_template import WarmTemplate
 
-_T = TypeVar("_T")
 _MAX_DISK_BYTES: Final = 1 << 30
 """What is written to a disk before it is a sandbox's is far less."""
 
@@ -57,28 +58,30 @@ class ForkedMachine(Machine):
         """Boot it until it waits to be woken; its state.
 
         Raises:
-            SandboxUnavailableError: it does not come up in time.
+            BootError: see `booted`.
+            SandboxUnavailableError: it does not come up.
         """
-        opened, wires = vm.files_as([str(boot.kernel), str(boot.initial)]), Wires()
-        memory, console = vm_state.memory_file(self.layout.memory_bytes), vm_state.memory_file(0)
-        try:
-            given = Given()
-            more = vm.boot_arguments(self.layout, given, opened[0], opened[1], console)
-            await self._start(template, wires, given, more, (memory, "on"), self.new_disk())
-            try:
-                await self.booted(wires.keeper)
-            except SandboxUnavailableError as error:
-                said = last_line(console) or self.said(template)
-                raise SandboxUnavailableError(f"{error} ({self.layout.accelerator}): {said}") from None
-            monitor = Monitor(wires.monitor)
-            await monitor.ignore_shared_memory()
-            return await self._end_as_state(monitor, memory)
-        except BaseException:
-            os.close(memory)
-            raise
-        finally:
-            wires.close()
-            vm_state.close_all([*opened, console])
+        with contextlib.ExitStack() as stack:
+            opened = vm.files_as([str(boot.kernel), str(boot.initial)])
+            stack.callback(vm_state.close_all, opened)
+            console = vm_state.memory_file(0)
+            stack.callback(os.close, console)
+            wires = Wires()
+            stack.callback(wires.close)
+            with vm_state.closing_all() as kept:
+                kept.append(vm_state.memory_file(self.layout.memory_bytes))
+                given = Given()
+                more = vm.boot_arguments(self.layout, given, opened[0], opened[1], console)
+                await self._start(template, wires, given, more, (kept[0], "on"), [self.new_disk()])
+                await self.booted(Keeper(wires.keeper), template, console)
+                try:
+                    monitor = Monitor(wires.monitor)
+                    await monitor.ignore_shared_memory()
+                    return await self._end_as_state(monitor, kept[0])
+                except SandboxUnavailableError as error:
+                    if self.is_its_accelerators(f"{error} {self._words()}"):
+                        raise BootError(str(error)) from None
+                    raise
 
     async def begin(self, template: WarmTemplate, state: State, codes: list[bytes], snapshot: bytes) -> None:
         """Be a sandbox that begins with a state. Called once, by the substrate."""
@@ -90,16 +93,14 @@ class ForkedMachine(Machine):
         Raises:
             SandboxUnavailableError: it does not come to that, or would not be as new.
         """
-        memory = vm_state.copy(state.memory, self.layout.memory_bytes)
-        try:
-            await self.wake(await self._take_up(template, state._replace(memory=memory), "on"), template, codes, b"")
+        with vm_state.closing_all() as kept:
+            kept.append(await in_thread(lambda: vm_state.copy(state.memory, self.layout.memory_bytes)))
+            begin = state._replace(memory=kept[0])
+            await self.wake(await self._take_up(template, begin, "on"), template, codes, b"")
             await self.rehearse()
             assert self._monitor is not None
             async with self.quiet():
-                return await self._end_as_state(self._monitor, memory)
-        except BaseException:
-            os.close(memory)
-            raise
+                return await self._end_as_state(self._monitor, kept[0])
 
     async def fork(self, template: WarmTemplate, state: State) -> None:
         """Be a sandbox that goes on from what `prepare` has made. Called once, by the substrate."""
@@ -113,29 +114,32 @@ class ForkedMachine(Machine):
             SandboxUnavailableError: it does not go on.
         """
         size = self.layout.memory_bytes
-        devices, memory = vm_state.file_of(saved.devices), vm_state.memory_file(size)
-        filling = asyncio.create_task(_in_thread(lambda: vm_state.fill(memory, saved, size)))
-        try:
-            wires = await self._come_up(template, (memory, "off"), devices, saved.disk, filling)
-            assert self._monitor is not None
-            with self.telling(template):
-                await self._monitor.wait_until_loaded()
-                await self._monitor.ask("cont")
-        finally:
-            await asyncio.gather(filling, return_exceptions=True)
-            vm_state.close_all([memory, devices])
+        with contextlib.ExitStack() as stack:
+            devices = vm_state.file_of([saved.devices])
+            stack.callback(os.close, devices)
+            memory = vm_state.memory_file(size)
+            stack.callback(os.close, memory)
+            filling = asyncio.create_task(in_thread(lambda: vm_state.fill(memory, saved, size)))
+            try:
+                wires = await self._come_up(template, (memory, "off"), devices, [saved.disk], filling)
+                assert self._monitor is not None
+                with self.telling(template):
+                    await self._monitor.wait_until_loaded()
+                    await self._monitor.ask("cont")
+            finally:
+                await to_its_end(asyncio.gather(filling, return_exceptions=True))
         await self.rejoin(wires, template)
 
-    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
+    async def take(self, monitor: Monitor, stream: int, max_bytes: int) -> list[bytes]:
         """See `Machine`."""
-        stream = vm_state.memory_file(0)
         disk = os.dup(self._disk) if self._disk >= 0 else -1  # whoever kills it meanwhile closes the other one
         try:
             await monitor.hurry()
             await monitor.migrate(stream)
-            return await _in_thread(lambda: vm_state.whole(stream, disk, max_bytes))
+            vm_state.check_size(os.fstat(stream).st_size, max_bytes)
+            return await in_thread(lambda: vm_state.content(disk, max_bytes)) if disk >= 0 else []
         finally:
-            vm_state.close_all([stream, disk])
+            vm_state.close_all([disk])
 
     async def kill(self) -> None:
         """See `Instance`."""
@@ -146,23 +150,20 @@ class ForkedMachine(Machine):
 
     async def _end_as_state(self, monitor: Monitor, memory: int) -> State:
         """Kill it; the state that it was in, whose memory is a file that it shares."""
-        devices = vm_state.memory_file(0)
-        disk = -1
-        try:
-            await monitor.migrate(devices)  # it runs to the last moment, so what begins with it runs at once
+        with vm_state.closing_all() as kept:
+            kept.append(vm_state.memory_file(0))
+            await monitor.migrate(kept[0])  # it runs to the last moment, so what begins with it runs at once
             if self._disk >= 0:
-                disk = vm_state.file_of(vm_state.content(self._disk, _MAX_DISK_BYTES))
+                written = await in_thread(lambda: vm_state.content(self._disk, _MAX_DISK_BYTES))
+                kept.append(vm_state.file_of(written))
             await self.kill()
-            return vm_state.sealed(State(memory, devices, disk))
-        except BaseException:
-            vm_state.close_all([devices, disk])
-            raise
+            return vm_state.sealed(State(memory, *kept))
 
-    def _make_disk(self, data: bytes | memoryview) -> None:
-        self._disk = nameless_file(data)
+    def _make_disk(self, parts: Iterable[bytes | memoryview]) -> None:
+        self._disk = nameless_file(parts)
 
     async def _take_up(self, template: WarmTemplate, state: State, share: str) -> Wires:
-        disk = memoryview(vm_state.content(state.disk, _MAX_DISK_BYTES) if state.disk >= 0 else b"")
+        disk = await in_thread(lambda: vm_state.content(state.disk, _MAX_DISK_BYTES)) if state.disk >= 0 else []
         return await self._come_up(template, (state.memory, share), state.devices, disk)
 
     async def _come_up(
@@ -170,7 +171,7 @@ class ForkedMachine(Machine):
         template: WarmTemplate,
         memory: tuple[int, str],
         devices: int,
-        disk: memoryview,
+        disk: Sequence[bytes | memoryview],
         filling: "asyncio.Task[None] | None" = None,
     ) -> Wires:
         """Start an emulator that takes up a state, once its memory is filled."""
@@ -200,11 +201,11 @@ class ForkedMachine(Machine):
         given: Given,
         more: Sequence[str],
         memory: tuple[int, str],
-        disk: bytes | memoryview,
+        disk: Sequence[bytes | memoryview],
     ) -> None:
         """Start an emulator; of `memory`: a descriptor, and whether what it writes there is seen by others."""
-        if disk:
-            await _in_thread(lambda: self._make_disk(disk))
+        if any(map(len, disk)):
+            await in_thread(lambda: self._make_disk(disk))
         opened = vm.files_as(self.files())
         try:
             command = self.hardware(given, wires, opened, self._disk)
@@ -216,31 +217,17 @@ class ForkedMachine(Machine):
             vm_state.close_all(opened)
 
 
-def nameless_file(data: bytes | memoryview) -> int:
+def nameless_file(parts: Iterable[bytes | memoryview]) -> int:
     """A descriptor of a file on disk that is gone with the last who has it open; an emulator may write it.
 
     Args:
-        data: what it holds.
+        parts: what it holds.
 
     Raises:
         SandboxUnavailableError: there is no room.
     """
-    descriptor = -1
-    try:
-        descriptor = os.open(vm_cache.CACHE, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.fchmod(descriptor, 0o666)
-        write_all(descriptor, data)
-    except OSError as error:
-        vm_state.close_all([descriptor])
-        raise SandboxUnavailableError(f"sandbox: a disk cannot be made in {vm_cache.CACHE}: {error.strerror}") from None
-    return descriptor
-
-
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    """Have a thread do something; whoever is cancelled meanwhile waits for its end, and so may close what it reads."""
-    working = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(working)
-    except BaseException:
-        await asyncio.wait([working])
-        raise
+    with vm_state.refusals(f"a disk cannot be made in {vm_cache.CACHE}"), vm_state.closing_all() as opened:
+        opened.append(os.open(vm_cache.CACHE, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        os.fchmod(opened[0], 0o666)
+        vm_state.write_parts(opened[0], parts)
+    return opened[0]

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -51,9 +52,24 @@ def find_kernel() -> Kernel:
 
 
 def _fill(scratch: Path, name: str) -> None:
+    if shutil.which("dpkg-deb") is None:
+        raise _unavailable("dpkg-deb is not there", name)
     given = sorted(CACHE.glob("linux-image-*-cloud-amd64_*.deb"))
     package = given[-1] if given else _download(scratch, name)
     wanted = {f"/kernel/{module}.ko": module.rpartition("/")[2] for module in (*_MODULES, *_FILE_SYSTEMS)}
+    try:
+        _take_out(package, wanted, scratch)
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise _unavailable(f"{package.name} is damaged ({error})", name) from None
+    absent = [module for module in wanted.values() if not (scratch / f"{module}.ko").exists()]
+    if absent or len(list(scratch.glob("vmlinuz-*"))) != 1:
+        raise _unavailable(f"{package.name} lacks the kernel or {', '.join(absent) or 'nothing else'}", name)
+    if not given:
+        package.unlink()
+
+
+def _take_out(package: Path, wanted: Mapping[str, str], scratch: Path) -> None:
+    """Have kernel and modules of a package in a directory."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as unpacking:
         assert unpacking.stdout is not None
         with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
@@ -66,11 +82,6 @@ def _fill(scratch: Path, name: str) -> None:
                 for end, module in wanted.items():
                     if member.name.endswith((end, f"{end}.xz")):
                         (scratch / f"{module}.ko").write_bytes(_plain(member.name, data.read()))
-    absent = [module for module in wanted.values() if not (scratch / f"{module}.ko").exists()]
-    if absent or len(list(scratch.glob("vmlinuz-*"))) != 1:
-        raise _unavailable(f"{package.name} lacks the kernel or {', '.join(absent) or 'nothing else'}", name)
-    if not given:
-        package.unlink()
 
 
 def _plain(name: str, data: bytes) -> bytes:
@@ -78,30 +89,32 @@ def _plain(name: str, data: bytes) -> bytes:
         return data
     import lzma
 
-    return lzma.decompress(data)
+    try:
+        return lzma.decompress(data)
+    except lzma.LZMAError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _download(scratch: Path, name: str) -> Path:
-    for tool in ("apt-get", "apt-cache", "dpkg-deb"):
+    for tool in ("apt-get", "apt-cache"):
         if shutil.which(tool) is None:
             raise _unavailable(f"{tool} is not there", name)
-    listed = subprocess.run(["apt-cache", "depends", PACKAGE], capture_output=True, text=True, check=False).stdout
-    found = _NAME.search(listed)
+    found = _NAME.search(_said(["apt-cache", "depends", PACKAGE], scratch, name).stdout)
     if found is None:
         raise _unavailable(f"apt knows no package {PACKAGE}", name)
-    got = subprocess.run(
-        ["apt-get", "download", found.group()],
-        cwd=scratch,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_FETCH_S,
-    )
+    got = _said(["apt-get", "download", found.group()], scratch, name)
     packages = list(scratch.glob("*.deb"))
     if got.returncode or len(packages) != 1:
         said = [line for line in got.stderr.splitlines() if line.startswith("E:")]
         raise _unavailable(f"apt-get download {found.group()} failed: {said[-1] if said else got.returncode}", name)
     return packages[0]
+
+
+def _said(command: list[str], where: Path, name: str) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=_FETCH_S)
+    except subprocess.TimeoutExpired:
+        raise _unavailable(f"{command[0]} has not come to its end within {_FETCH_S:g} s", name) from None
 
 
 def _unavailable(what: str, name: str) -> SandboxUnavailableError:

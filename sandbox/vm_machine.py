@@ -2,19 +2,19 @@
 snapshots.
 
     agent     commands, calls and files, as of a container (`agent_link.py`)
-    keeper    the guest's first process (`inside/machine.py`): wakes a machine, or makes one that goes on another one
+    keeper    the guest's first process (`vm_keeper.py`): wakes a machine, or makes one that goes on another one
     monitor   the emulator (`vm_monitor.py`)
 """
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
 import os
 import secrets
 import socket
-import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from typing import Any, Final, Self
@@ -25,16 +25,19 @@ from rollforward.sandbox import cgroups
 from rollforward.sandbox.agent_link import GO_ON, AgentLink
 from rollforward.sandbox.container import SPARE_PROCESSES
 from rollforward.sandbox.errors import SandboxFileError, SandboxGoneError, SandboxUnavailableError
+from rollforward.sandbox.files import last_line
 from rollforward.sandbox.images import host_directories
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.inside.files import PART_BYTES
-from rollforward.sandbox.instance import Instance
+from rollforward.sandbox.instance import Instance, gone_error
 from rollforward.sandbox.toolset import tool_source
 from rollforward.sandbox.types import ExecRequest, SandboxSpec, SnapshotKind
+from rollforward.sandbox.unbroken import in_thread, to_its_end
 from rollforward.sandbox.vm import MIB, Given, Layout, guest_bytes
 from rollforward.sandbox.vm_cache import CACHE
-from rollforward.sandbox.vm_monitor import Monitor
-from rollforward.sandbox.vm_state import Whole, close_all
+from rollforward.sandbox.vm_keeper import Keeper, newness
+from rollforward.sandbox.vm_monitor import Monitor, MonitorLostError
+from rollforward.sandbox.vm_state import Saved, Whole, close_all, memory_file, packed, refusals
 from rollforward.sandbox.warm_template import WarmTemplate
 
 SYSTEM: Final = "system"
@@ -44,10 +47,17 @@ _EMULATOR_THREADS: Final = 96
 """It has up to 64 that read and write disks."""
 _SETUP_TIMEOUT_S: Final = 60.0
 _BOOT_S: Final = {"kvm": 20.0, "tcg": 180.0}
-_ENTROPY_BYTES: Final = 64
 _ERROR_BYTES: Final = 1 << 14
 """An emulator can say so much, and is not heard after that."""
 _SAID_CHARS: Final = 2000
+_END_S: Final = 1.0
+"""The end of a process is heard of within this time of the end of what it had open."""
+_WARNING: Final = "warning:"
+_WANTS: Final = tuple(
+    os.strerror(number).lower()
+    for number in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+)
+"""How an emulator says that the host has no more of something."""
 _ID_BITS: Final = 48
 _REHEARSAL: Final = (("true",), ("sh", "-c", ":"), ("python3", "-c", ""))
 _SETTLE_S: Final = 30.0
@@ -58,14 +68,8 @@ _PACE: Final = {"kvm": 2, "tcg": 60}
 """How many times as long as on the host things take in the guest."""
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole-machine snapshot."""
-
-    machine: str
-    """Key of its layout: it goes on in no other machine."""
-    spec: str
-    """Stands for limits and tools, which the agent in it has."""
-    whole: Whole
+class BootError(SandboxUnavailableError):
+    """A machine has not booted, by its accelerator as far as can be told: with another one it may."""
 
 
 class Wires:
@@ -123,15 +127,15 @@ class Machine(Instance):
         self.layout = layout
         self.uid = -1
         self._told_ooms = 0
-        self._keeper: socket.socket | None = None
+        self._keeper: Keeper | None = None
         self._monitor: Monitor | None = None
         self._standing = asyncio.Lock()
         """Who has it stand still, or go on, is alone with that."""
         self._errors = -1
 
     @abstractmethod
-    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
-        """The stopped machine as a whole.
+    async def take(self, monitor: Monitor, stream: int, max_bytes: int) -> list[bytes]:
+        """Write the stopped machine, memory included, into a file; what was written to its disk, in parts.
 
         Raises:
             SandboxFileError: it has more bytes.
@@ -164,8 +168,11 @@ class Machine(Instance):
 
     def said(self, template: WarmTemplate) -> str:
         """What its emulator has said, or else what its template has said last."""
+        return self._words() or template.said()
+
+    def _words(self) -> str:
         data = os.pread(self._errors, _ERROR_BYTES, 0) if self._errors >= 0 else b""
-        return data.strip(b"\0").decode("utf-8", "replace").strip()[-_SAID_CHARS:] or template.said()
+        return data.strip(b"\0").decode("utf-8", "replace").strip()[-_SAID_CHARS:]
 
     @contextlib.contextmanager
     def telling(self, template: WarmTemplate) -> Generator[None]:
@@ -175,15 +182,41 @@ class Machine(Instance):
         except SandboxUnavailableError as error:
             raise SandboxUnavailableError(f"{error}: {self.said(template)}") from None
 
-    async def booted(self, keeper: socket.socket) -> None:
+    async def booted(self, keeper: Keeper, template: WarmTemplate, console: int) -> None:
         """Wait until a machine that boots waits to be woken.
 
+        Args:
+            keeper: its first process.
+            template: what its emulator was made by.
+            console: file that the guest's words are in, where it fails.
+
         Raises:
-            SandboxUnavailableError: it has not come to that in time.
+            BootError: it has not come to that, by its accelerator as far as can be told.
+            SandboxUnavailableError: it has not, for another reason.
         """
-        head = await _heard(keeper, _BOOT_S[self.layout.accelerator])
-        if head.get("kind") != "":
-            raise SandboxUnavailableError(f"sandbox: a machine did not boot: {head.get('error')}")
+        try:
+            head = await keeper.heard(_BOOT_S[self.layout.accelerator])
+            if head.get("kind") != "":
+                raise SandboxUnavailableError("sandbox: a machine did not boot")
+        except SandboxUnavailableError as error:
+            kind = BootError if await self._has_not_booted(template) else SandboxUnavailableError
+            said = last_line(console) or self.said(template)
+            raise kind(f"{error} ({self.layout.accelerator}): {said}") from None
+
+    def is_its_accelerators(self, said: str) -> bool:
+        """Whether an emulator says that its accelerator cannot do something, and not for want of something else."""
+        said = said.lower()
+        return self.layout.accelerator in said and not any(want in said for want in _WANTS)
+
+    async def _has_not_booted(self, template: WarmTemplate) -> bool:
+        """Whether that is its accelerator's doing: its emulator runs on, or says so, or has ended without a word and
+        nobody killed it."""
+        await asyncio.wait([self.died], timeout=_END_S)
+        await asyncio.wait([template.died], timeout=_END_S)  # with which it dies
+        if self._is_closing or template.died.done() or self._oom_kills():
+            return False
+        said = "\n".join(line for line in self._words().splitlines() if _WARNING not in line)
+        return not self.died.done() or not said or self.is_its_accelerators(said)
 
     async def wake(self, wires: Wires, template: WarmTemplate, codes: list[bytes], snapshot: bytes) -> None:
         """Make a machine that waits this sandbox's.
@@ -194,28 +227,30 @@ class Machine(Instance):
             codes: of the tools.
             snapshot: files to begin with.
         """
-        self._keeper, self._monitor = wires.keeper, self._monitor or Monitor(wires.monitor)
+        self._keeper, self._monitor = Keeper(wires.keeper), self._monitor or Monitor(wires.monitor)
         limits = {**msgspec.to_builtins(self.spec.limits), "is_group_limited": True}
         told = {"limits": {**limits, "pace": _PACE[self.layout.accelerator]}, "tools": list(self._tools)}
         try:
             for message in self._waking(snapshot):
-                await _tell(wires.keeper, message)
+                await self._keeper.tell(message)
             await self._greet(wires.agent, [(told, codes)], _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError, OSError):
             raise SandboxUnavailableError(f"sandbox: a machine did not come up: {self.said(template)}") from None
 
     async def rejoin(self, wires: Wires, template: WarmTemplate) -> None:
         """Take over a machine that goes on where it was saved; arguments as of `wake`."""
-        self._keeper, self._monitor = wires.keeper, self._monitor or Monitor(wires.monitor)
+        self._keeper, self._monitor = Keeper(wires.keeper), self._monitor or Monitor(wires.monitor)
         # Its agent still answers questions that its ancestor was asked: they are other ones than these.
         first = 1 + secrets.randbits(_ID_BITS)
         self._link = await AgentLink.open(wires.agent, self._signal, max_bytes=self.max_message_bytes, first=first)
         self._link.hello.cancel()  # it has said that long ago
         self._link.tell(GO_ON)  # it was saved while it was quiet
         try:
-            self._told_ooms = self._ooms = await self._renew(wires.keeper)
-        except (OSError, SandboxUnavailableError):
-            raise SandboxUnavailableError(f"sandbox: a saved machine did not go on: {self.said(template)}") from None
+            self._told_ooms = self._ooms = await self._keeper.renew()
+        except SandboxUnavailableError as error:
+            raise SandboxUnavailableError(
+                f"sandbox: a saved machine did not go on: {error}: {self.said(template)}"
+            ) from None
 
     async def rehearse(self) -> None:
         """Have it do once what sandboxes do first, and be as new again: agent and programs lie in its memory then.
@@ -242,17 +277,23 @@ class Machine(Instance):
             SandboxGoneError: it is gone.
             SandboxUnavailableError: the emulator cannot.
         """
-        async with self._standing, self.quiet():
-            assert self._monitor is not None
+        async with self._while_it_lives("a machine cannot be saved"):
+            nothing = memoryview(b"")
+            whole = Whole(runs=[], memory=nothing, devices=nothing, disk=nothing)
+            saved = Saved(machine=self.layout.key(), spec=spec_key(self.spec), whole=whole)
+            stream = memory_file(0)
             try:
-                await self._monitor.ask("stop")
-                whole = await self.take(self._monitor, max_bytes)
+                async with self._standing, self.quiet():
+                    assert self._monitor is not None
+                    try:
+                        await self._monitor.ask("stop")
+                        disk = await self.take(self._monitor, stream, max_bytes)
+                    finally:
+                        await to_its_end(self._go_on())
+                size = self.layout.memory_bytes
+                return await in_thread(lambda: packed(saved, stream, disk, size, max_bytes))
             finally:
-                await self._go_on()
-        saved = msgspec.msgpack.encode(Saved(machine=self.layout.key(), spec=spec_key(self.spec), whole=whole))
-        if len(saved) > max_bytes:
-            raise SandboxFileError(f"sandbox: the machine has {len(saved)} bytes, more than {max_bytes}")
-        return saved
+                os.close(stream)
 
     @contextlib.asynccontextmanager
     async def quiet(self) -> AsyncGenerator[None]:
@@ -270,7 +311,7 @@ class Machine(Instance):
 
     async def pause(self) -> None:
         """See `Instance`; its clock stands still too."""
-        async with self._standing:
+        async with self._while_it_lives("a machine cannot be paused"), self._standing:
             self._asked()
             assert self._monitor is not None
             await self._monitor.ask("stop")
@@ -278,32 +319,49 @@ class Machine(Instance):
     async def resume(self) -> None:
         """See `Instance`."""
         async with self._standing:
-            await self._go_on()
+            await to_its_end(self._go_on())
 
     async def _go_on(self) -> None:
-        """Have it run, at the time that it is."""
-        if self._monitor is not None and self._keeper is not None and not self.died.done():
-            with contextlib.suppress(OSError, SandboxUnavailableError):  # it is gone, which the next question finds out
-                await self._monitor.ask("cont")
-                await self._renew(self._keeper)
+        """Have it run, at the time that it is. One that does not is given up: it would stand still for good, or be at
+        another time."""
+        if self._monitor is None or self._keeper is None or self.died.done():
+            return
+        try:
+            await self._monitor.ask("cont")
+            await self._keeper.renew()
+        except SandboxUnavailableError:
+            self._signal()  # which the next question finds out
+
+    @contextlib.asynccontextmanager
+    async def _while_it_lives(self, what: str) -> AsyncGenerator[None]:
+        """Where it ends meanwhile, or its emulator does not answer, it is gone, and nothing else.
+
+        Args:
+            what: cannot be done, where the system refuses something.
+
+        Raises:
+            SandboxGoneError: it is.
+            SandboxUnavailableError: the system, or the emulator, has refused something.
+        """
+        try:
+            with refusals(what):
+                yield
+        except SandboxUnavailableError as error:
+            if isinstance(error, MonitorLostError) or self._is_closing or self._is_dead:
+                raise gone_error(self.id, await self._lose()) from None
+            raise
 
     async def kill(self) -> None:
         """See `Instance`."""
         await super().kill()
         if not self.is_gone:
             return  # somebody may wait at these, and would wait at whatever gets their numbers next
-        if self._keeper is not None and self._monitor is not None:
-            self._keeper.close()
-            self._monitor.close()
+        for end in (self._keeper, self._monitor):
+            if end is not None:
+                end.close()
         if self._errors >= 0:
             os.close(self._errors)
             self._errors = -1
-
-    async def _renew(self, keeper: socket.socket) -> int:
-        """Give it new random numbers and the time; processes that its kernel has killed for memory so far."""
-        await _tell(keeper, frames.pack({"op": "renew", **_newness()}))
-        count = (await _heard(keeper, _SETUP_TIMEOUT_S)).get("ooms")
-        return count if type(count) is int else 0
 
     def _waking(self, snapshot: bytes) -> Iterator[bytes]:
         limits = self.spec.limits
@@ -317,7 +375,7 @@ class Machine(Instance):
             "processes": limits.processes + SPARE_PROCESSES,
             "snapshot_parts": len(parts),
         }
-        yield frames.pack({"op": "wake", **_newness(), **wake})
+        yield frames.pack({"op": "wake", **newness(), **wake})
         for part in parts:
             yield frames.pack({}, part)
 
@@ -358,35 +416,3 @@ def spec_key(spec: SandboxSpec) -> str:
     """Stands for what an agent is told of a spec: of a tool its text, wherever its file lies."""
     tools = [(msgspec.structs.replace(tool, file=None), tool_source(tool)) for tool in spec.tools]
     return hashlib.blake2b(msgspec.json.encode((spec.limits, tools)), digest_size=16).hexdigest()
-
-
-def _newness() -> dict[str, Any]:
-    return {"entropy": secrets.token_hex(_ENTROPY_BYTES), "unix_ns": time.time_ns()}
-
-
-async def _tell(keeper: socket.socket, message: bytes) -> None:
-    keeper.setblocking(False)
-    async with asyncio.timeout(_SETUP_TIMEOUT_S):
-        await asyncio.get_running_loop().sock_sendall(keeper, message)
-
-
-async def _heard(keeper: socket.socket, within_s: float) -> frames.Head:
-    """The next short message of the guest's first process.
-
-    Raises:
-        SandboxUnavailableError: none comes in time, or what comes is none.
-    """
-    keeper.setblocking(False)
-    loop, data = asyncio.get_running_loop(), b""
-    try:
-        async with asyncio.timeout(within_s):
-            while len(data) < frames.LENGTH.size or len(data) < frames.LENGTH.size + frames.LENGTH.unpack_from(data)[0]:
-                chunk = await loop.sock_recv(keeper, 1 << 12)
-                if not chunk or len(data) > 1 << 16:
-                    raise EOFError
-                data += chunk
-        return frames.unpack(data[frames.LENGTH.size :])[0]
-    except TimeoutError:
-        raise SandboxUnavailableError(f"sandbox: a machine did not answer within {within_s:g} s") from None
-    except (EOFError, OSError, ValueError):
-        raise SandboxUnavailableError("sandbox: a machine ended before it answered") from None

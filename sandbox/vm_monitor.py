@@ -20,6 +20,10 @@ _MAX_BYTES: Final = 4 << 20
 """Of an answer and all lines before it: a greeting, events, answers to questions whose asker has gone away."""
 
 
+class MonitorLostError(SandboxUnavailableError):
+    """An emulator has ended, or does not answer, or says what makes no sense: its machine is lost."""
+
+
 class Monitor:
     """One end of the socket. Belongs to an event loop; one question at a time. The emulator is not trusted."""
 
@@ -41,7 +45,8 @@ class Monitor:
             arguments: its arguments, with "_" for "-".
 
         Raises:
-            SandboxUnavailableError: the emulator refused it, or is gone.
+            MonitorLostError: the emulator is gone, or as good as that.
+            SandboxUnavailableError: it refused it.
         """
         async with self._asking:
             if not self._is_greeted:
@@ -69,14 +74,22 @@ class Monitor:
         name = f"state{self._num_files}"
         await self.ask("getfd", file=file, fdname=name)
         await self.ask("migrate", uri=f"fd:{name}")
-        async with _bounded():
-            await self._wait_for_migration()
+        try:
+            async with _bounded():
+                await self._wait_for_migration()
+        except MonitorLostError:
+            raise
+        except BaseException:  # it would go on writing, and refuse to write another state meanwhile
+            with contextlib.suppress(SandboxUnavailableError):
+                await self.ask("migrate_cancel")
+            raise
 
     async def _wait_for_migration(self) -> None:
         while (status := _status(state := await self.ask("query-migrate"))) != "completed":
             if status in ("failed", "cancelled"):
                 raise SandboxUnavailableError(
-                    f"sandbox: saving a machine failed: {str(state.get('error-desc', 'no reason'))[:_MAX_REASON]}"
+                    f"sandbox: saving a machine failed: {str(state.get('error-desc', 'no reason'))[:_MAX_REASON]}. Make"
+                    " room: it is written into memory"
                 )
             await asyncio.sleep(_LOOK_S)
 
@@ -103,7 +116,7 @@ class Monitor:
                 answer = await self._answer(question["id"])
         except (OSError, ValueError, RecursionError) as error:
             why = str(error) or f"not within {_ANSWER_S:g} s"
-            raise SandboxUnavailableError(f"sandbox: an emulator does not answer: {why}") from None
+            raise MonitorLostError(f"sandbox: an emulator does not answer: {why}") from None
         if "return" not in answer:
             error = answer.get("error")
             why = error.get("desc") if isinstance(error, dict) else error
@@ -141,11 +154,11 @@ def _status(answer: Any) -> str:
     """The status that an answer tells.
 
     Raises:
-        SandboxUnavailableError: it tells none.
+        MonitorLostError: it tells none.
     """
     status = answer.get("status") if isinstance(answer, dict) else None
     if not isinstance(status, str):
-        raise SandboxUnavailableError("sandbox: an emulator's answer tells no status")
+        raise MonitorLostError("sandbox: an emulator's answer tells no status")
     return status
 
 

@@ -4,12 +4,15 @@ In a supervisor they are sealed files without a name: an emulator maps the memor
 write none. In the user's cache, and in snapshots, the memory is kept without its empty pages.
 """
 
+import contextlib
 import errno
 import fcntl
+import io
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,13 +21,19 @@ import msgspec
 from rollforward.sandbox import vm_stream
 from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.files import write_all
-from rollforward.sandbox.inside import system
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PAGE_BYTES: Final = vm_stream.PAGE_BYTES
 _CHUNK_BYTES: Final = 1 << 20
-_READ_BYTES: Final = 1 << 26
+_READ_BYTES: Final = 1 << 23
 _EMPTY: Final = bytes(_PAGE_BYTES)
+_MAKE_ROOM: Final = "Make room: machines are held in memory, and their disks in the user's cache"
+_COPIED: Final = "a machine's memory cannot be copied"
+_LOOK: Final = "Look at the disk, and at what the system says (dmesg)"
+_WAYS_OUT: Final = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG), _MAKE_ROOM),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Have more files open at a time (ulimit -n), or fewer sandboxes"),
+}
 
 
 class State(NamedTuple):
@@ -51,6 +60,25 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True):
     """What was written to the disk that it can write, in the emulator's own form; empty where it has none."""
 
 
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole-machine snapshot."""
+
+    machine: str
+    """Key of its layout: it goes on in no other machine."""
+    spec: str
+    """Stands for limits and tools, which the agent in it has."""
+    whole: Whole
+
+
+_CONTENT: Final = ("memory", "devices", "disk")
+"""What ends a record."""
+_NOTHING: Final = b"".join(msgspec.msgpack.encode(name) + msgspec.msgpack.encode(b"") for name in _CONTENT)
+_BYTES: Final = struct.Struct(">BI")
+_BYTES_FOLLOW: Final = 0xC6
+"""Of msgpack, and so many (32 bits)."""
+_MAX_PART_BYTES: Final = (1 << 32) - 1
+
+
 def memory_file(size: int) -> int:
     """A descriptor of a file without a name that can be sealed, and made no shorter: it can be mapped."""
     descriptor = os.memfd_create("machine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -71,9 +99,23 @@ def close_all(descriptors: Sequence[int]) -> None:
             os.close(descriptor)
 
 
+@contextlib.contextmanager
+def closing_all() -> Generator[list[int]]:
+    """Descriptors that are closed where this ends by an error."""
+    opened: list[int] = []
+    try:
+        yield opened
+    except BaseException:
+        close_all(opened)
+        raise
+
+
 def share(state: State) -> State:
     """The same state once more, to be closed by itself."""
-    return State(*(os.dup(descriptor) if descriptor >= 0 else -1 for descriptor in state))
+    with closing_all() as opened:
+        for descriptor in state:
+            opened.append(os.dup(descriptor) if descriptor >= 0 else -1)
+    return State(*opened)
 
 
 def sealed(state: State) -> State:
@@ -84,34 +126,70 @@ def sealed(state: State) -> State:
     return state
 
 
-def file_of(data: bytes | memoryview) -> int:
+def file_of(parts: Iterable[bytes | memoryview]) -> int:
     """A descriptor of a file without a name that holds these bytes, to be read from its beginning.
 
     Raises:
         SandboxUnavailableError: there is no room.
     """
-    return _filled(0, [(0, data)])
+    with refusals(_COPIED), closing_all() as opened:
+        opened.append(memory_file(0))
+        write_parts(opened[0], parts)
+    return opened[0]
 
 
-def content(descriptor: int, max_bytes: int) -> bytes:
-    """All that a file holds.
+def write_parts(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
+    """Write one after the other into an empty file.
+
+    Raises:
+        OSError: the kernel's.
+    """
+    offset = 0
+    for data in parts:
+        write_all(descriptor, data, offset=offset)
+        offset += len(data)
+
+
+def content(descriptor: int, max_bytes: int) -> list[bytes]:
+    """All that a file holds, in parts.
 
     Raises:
         SandboxFileError: it is more.
         SandboxUnavailableError: it cannot be read.
     """
-    _check_size(size := os.fstat(descriptor).st_size, max_bytes)
-    try:
-        return b"".join(_parts(descriptor, size))
-    except OSError as error:
-        raise SandboxUnavailableError(
-            f"sandbox: a machine's state cannot be read: {error.strerror or error}. Look at the disk"
-        ) from None
+    check_size(size := os.fstat(descriptor).st_size, max_bytes)
+    with refusals("a machine's state cannot be read"):
+        return list(_parts(descriptor, size))
 
 
-def _check_size(size: int, max_bytes: int) -> None:
+def check_size(size: int, max_bytes: int) -> None:
+    """Refuse a machine that has more bytes than it may.
+
+    Raises:
+        SandboxFileError: it has.
+    """
     if size > max_bytes:
         raise SandboxFileError(f"sandbox: the machine has {size} bytes, more than {max_bytes}")
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Generator[None]:
+    """What the system refuses until the end of it is told, with the way out.
+
+    Args:
+        what: cannot be done then.
+
+    Raises:
+        SandboxUnavailableError: in place of OSError and MemoryError.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error) or type(error).__name__
+        way_out = _WAYS_OUT.get(error.errno or 0, _LOOK)
+        raise SandboxUnavailableError(f"sandbox: {what}: {why}. {way_out}") from None
+    except MemoryError:
+        raise SandboxUnavailableError(f"sandbox: {what}: out of memory. {_MAKE_ROOM}") from None
 
 
 def copy(memory: int, size: int) -> int:
@@ -120,7 +198,11 @@ def copy(memory: int, size: int) -> int:
     Raises:
         SandboxUnavailableError: there is no room.
     """
-    return _filled(size, _runs(memory))
+    with refusals(_COPIED), closing_all() as opened:
+        opened.append(memory_file(size))
+        for start, data in _runs(memory):
+            write_all(opened[0], data, offset=start)
+    return opened[0]
 
 
 def keep(state: State, home: Path) -> None:
@@ -147,48 +229,86 @@ def load(home: Path, memory_bytes: int) -> State:
         SandboxUnavailableError: it cannot be read.
     """
     has_disk = (home / "disk").exists()
-    state = State(memory_file(memory_bytes), memory_file(0), memory_file(0) if has_disk else -1)
     try:
-        with (home / "memory").open("rb") as kept:
-            for start, size in json.loads((home / "runs").read_text(encoding="utf-8")):
-                os.lseek(state.memory, start, os.SEEK_SET)
-                system.write_all(state.memory, kept.read(size))
-        system.write_all(state.devices, (home / "devices").read_bytes())
-        if has_disk:
-            system.write_all(state.disk, (home / "disk").read_bytes())
+        with closing_all() as opened:
+            for size in (memory_bytes, 0, *([0] if has_disk else [])):
+                opened.append(memory_file(size))
+            state = State(*opened)
+            with (home / "memory").open("rb") as kept:
+                for start, size in json.loads((home / "runs").read_text(encoding="utf-8")):
+                    write_all(state.memory, kept.read(size), offset=start)
+            write_all(state.devices, (home / "devices").read_bytes())
+            if has_disk:
+                write_all(state.disk, (home / "disk").read_bytes())
+            return sealed(state)
     except (OSError, ValueError) as error:
-        close_all(state)
         raise SandboxUnavailableError(f"sandbox: a kept machine in {home} cannot be read: {error}. Remove it") from None
-    return sealed(state)
 
 
-def whole(stream: int, disk: int, max_bytes: int) -> Whole:
-    """A machine as one record.
+def packed(saved: Saved, stream: int, disk: Sequence[bytes], memory_bytes: int, max_bytes: int) -> bytes:
+    """A machine as one record: `saved` as msgpack, with what was saved in it. Other threads run meanwhile.
 
     Args:
+        saved: whose it is.
         stream: `memory_file` with what an emulator has written of a machine that stands still, memory included.
-        disk: of the disk that it can write; -1 where it has none.
-        max_bytes: of each.
+        disk: parts of what was written to the disk that it can write; empty where it has none.
+        memory_bytes: of the machine.
+        max_bytes: of the record.
 
     Raises:
         SandboxFileError: it is more.
         SandboxUnavailableError: it cannot be read, or the emulator has written something else.
     """
-    _check_size(size := os.fstat(stream).st_size, max_bytes)
+    size = os.fstat(stream).st_size
     try:
-        rest, pages = vm_stream.part(mmap.mmap(stream, size, prot=mmap.PROT_READ))
+        with mmap.mmap(stream, size, prot=mmap.PROT_READ) as found:
+            rest, places = vm_stream.part(found, memory_bytes)
+            with memoryview(found) as view:
+                return _packed(saved, view, places, rest, disk, max_bytes)
+    except SandboxFileError:
+        raise
     except (ValueError, OSError) as error:
         raise SandboxUnavailableError(f"sandbox: an emulator has not saved a machine: {error}") from None
+
+
+def _packed(
+    saved: Saved, view: memoryview, places: Sequence[int], rest: bytes, disk: Sequence[bytes], max_bytes: int
+) -> bytes:
+    runs = _runs_of(places)
+    sizes = sum(length for _, length in runs), len(rest), sum(map(len, disk))
+    check_size(max(sizes), _MAX_PART_BYTES)
+    none = memoryview(b"")
+    whole = Whole(runs=runs, memory=none, devices=none, disk=none)
+    begin = msgspec.msgpack.encode(msgspec.structs.replace(saved, whole=whole))[: -len(_NOTHING)]
+    heads = [
+        msgspec.msgpack.encode(name) + _BYTES.pack(_BYTES_FOLLOW, size)
+        for name, size in zip(_CONTENT, sizes, strict=True)
+    ]
+    check_size(len(begin) + sum(map(len, heads)) + sum(sizes), max_bytes)
+    memory = (view[place : place + _PAGE_BYTES] for place in places if place)
+    # Piece by piece: a copy of all of it at once would keep every other thread from running.
+    out = io.BytesIO()
+    out.write(begin)
+    for head, parts in zip(heads, (memory, (rest,), disk), strict=True):
+        out.write(head)
+        for part in parts:
+            out.write(part)
+    return out.getvalue()
+
+
+def _runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
+    """(offset, bytes) of memory whose pages have a place."""
     runs: list[tuple[int, int]] = []
-    addresses = sorted(pages)
-    for address in addresses:
-        if runs and sum(runs[-1]) == address:
-            runs[-1] = (runs[-1][0], runs[-1][1] + _PAGE_BYTES)
-        else:
-            runs.append((address, _PAGE_BYTES))
-    memory = b"".join(pages[address] for address in addresses)
-    written = content(disk, max_bytes) if disk >= 0 else b""
-    return Whole(runs=runs, memory=memoryview(memory), devices=memoryview(rest), disk=memoryview(written))
+    begin = -1
+    for number, place in enumerate(places):
+        if place and begin < 0:
+            begin = number
+        elif not place and begin >= 0:
+            runs.append((begin * _PAGE_BYTES, (number - begin) * _PAGE_BYTES))
+            begin = -1
+    if begin >= 0:
+        runs.append((begin * _PAGE_BYTES, (len(places) - begin) * _PAGE_BYTES))
+    return runs
 
 
 def fill(memory: int, found: Whole, size: int) -> None:
@@ -199,7 +319,7 @@ def fill(memory: int, found: Whole, size: int) -> None:
         SandboxUnavailableError: there is no room.
     """
     begin = 0
-    try:
+    with refusals(_COPIED):
         for start, length in found.runs:
             end = begin + length
             if not 0 <= start < start + length <= size or end > len(found.memory):
@@ -209,29 +329,6 @@ def fill(memory: int, found: Whole, size: int) -> None:
                 )
             write_all(memory, found.memory[begin:end], offset=start)
             begin = end
-    except OSError as error:
-        raise _no_room(error) from None
-
-
-def _filled(size: int, runs: Iterable[tuple[int, bytes | memoryview]]) -> int:
-    """A descriptor of a file without a name, of so many bytes at least, that holds these (offset, bytes)."""
-    descriptor = -1
-    try:
-        descriptor = memory_file(size)
-        for start, data in runs:
-            write_all(descriptor, data, offset=start)
-    except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise _no_room(error) from None
-    return descriptor
-
-
-def _no_room(error: OSError) -> SandboxUnavailableError:
-    return SandboxUnavailableError(
-        f"sandbox: a machine's memory cannot be copied: {error.strerror or error}. Make room: machines are held in"
-        " memory"
-    )
 
 
 def _parts(descriptor: int, size: int) -> Iterator[bytes]:

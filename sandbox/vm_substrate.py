@@ -11,14 +11,16 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final, Generic, TypeVar
 
 from rollforward.sandbox import cgroups, vm, vm_cache, vm_image, vm_kernel, vm_state
+from rollforward.sandbox.burials import Burials
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.host import HostReport, probe
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.instance import tool_code
 from rollforward.sandbox.types import SandboxSpec
+from rollforward.sandbox.unbroken import in_thread, left_alone
 from rollforward.sandbox.vm import Disk, Layout
 from rollforward.sandbox.vm_forked import ForkedMachine
-from rollforward.sandbox.vm_machine import SYSTEM, saved_whole, spec_key
+from rollforward.sandbox.vm_machine import SYSTEM, BootError, saved_whole, spec_key
 from rollforward.sandbox.vm_state import State, Whole, close_all, share
 from rollforward.sandbox.warm_template import USERS, WarmTemplate
 
@@ -59,14 +61,16 @@ class MachineSubstrate(Generic[MachineT]):
         self._machines: dict[str, MachineT] = {}
         self._accelerators = vm.accelerators()
         self._number = 0
+        self._burials = Burials()
         self._is_closed = False
 
     async def start(self) -> HostReport:
         """See `Substrate`."""
-        self._program = vm.find_qemu()
-        self._boot = await asyncio.to_thread(lambda: vm_image.build(vm_kernel.find_kernel()))
-        await self._warm()
-        return probe(self._hierarchies)
+        with vm_state.refusals("machines cannot be made"):
+            self._program = vm.find_qemu()
+            self._boot = await left_alone(lambda: vm_image.build(vm_kernel.find_kernel()))
+            await self._warm()
+            return probe(self._hierarchies)
 
     async def create(
         self, sandbox_id: str, spec: SandboxSpec, *, snapshot: bytes | None = None, saved: bytes | None = None
@@ -82,26 +86,27 @@ class MachineSubstrate(Generic[MachineT]):
         codes = [tool_code(tool) for tool in spec.tools]
         if sandbox_id in self._machines:
             raise ValueError(f"there is a machine {sandbox_id!r}; kill it first")
-        template = await self._warm()
-        if saved is not None:
-            layout, whole = await self._saved(saved, spec)
-            async with self._making(sandbox_id, spec, layout) as machine:
-                await machine.go_on(template, whole)
+        with vm_state.refusals("a machine cannot be made"):
+            template = await self._warm()
+            if saved is not None:
+                layout, whole = await self._saved(saved, spec)
+                async with self._making(sandbox_id, spec, layout) as machine:
+                    await machine.go_on(template, whole)
+                return machine
+            layout, state = await self._state(template, spec)
+            try:
+                async with self._making(sandbox_id, spec, layout) as machine:
+                    if snapshot:
+                        await machine.begin(template, state, codes, snapshot)
+                    else:
+                        prepared = await self._prepare(machine, template, state, codes)
+                        try:
+                            await machine.fork(template, prepared)
+                        finally:
+                            close_all(prepared)
+            finally:
+                close_all(state)
             return machine
-        layout, state = await self._state(template, spec)
-        try:
-            async with self._making(sandbox_id, spec, layout) as machine:
-                if snapshot:
-                    await machine.begin(template, state, codes, snapshot)
-                else:
-                    prepared = await self._prepare(machine, template, state, codes)
-                    try:
-                        await machine.fork(template, prepared)
-                    finally:
-                        close_all(prepared)
-        finally:
-            close_all(state)
-        return machine
 
     def left(self, sandbox_id: str) -> MachineT | None:
         """See `Substrate`."""
@@ -110,6 +115,7 @@ class MachineSubstrate(Generic[MachineT]):
     async def close(self) -> None:
         """See `Substrate`."""
         self._is_closed = True
+        await self._burials.close()
         await asyncio.gather(*(machine.kill() for machine in list(self._machines.values())))
         if self._template is not None:
             self._template.close()
@@ -150,13 +156,12 @@ class MachineSubstrate(Generic[MachineT]):
 
     async def _warm(self) -> WarmTemplate:
         async with self._starting:
-            if self._is_closed:
-                raise SandboxUnavailableError("sandbox: the substrate is closed; make a new one")
+            self._check_open()
             if self._template is not None and self._template.died.done():
                 self._template.close()
                 self._template = None
             if self._template is None:
-                more = ("--dev-bind", "/dev/kvm", "/dev/kvm") if "kvm" in self._accelerators else ()
+                more = ("--dev-bind-try", "/dev/kvm", "/dev/kvm") if "kvm" in self._accelerators else ()
                 template = WarmTemplate(self._images, first_user=vm.FIRST_MACHINE_USER, more=more)
                 try:
                     await template.wait()
@@ -166,12 +171,17 @@ class MachineSubstrate(Generic[MachineT]):
                 self._template = template
             return self._template
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxUnavailableError("sandbox: the substrate is closed; make a new one")
+
     def make(self, sandbox_id: str, spec: SandboxSpec, layout: Layout) -> MachineT:
         """A machine with a user and a control group, that nothing runs of yet; it is in the substrate's care.
 
         Raises:
-            SandboxUnavailableError: there is no room for it.
+            SandboxUnavailableError: there is no room for it, or the substrate is closed.
         """
+        self._check_open()
         if not self._users:
             raise SandboxUnavailableError("sandbox: there is no room for another machine; kill one first")
         uid = self._users.pop()
@@ -219,27 +229,31 @@ class MachineSubstrate(Generic[MachineT]):
             if key not in self._prepared:
                 machine = self.make(f"prepare-{like.id}", like.spec, like.layout)
                 try:
-                    self._prepared[key] = await machine.prepare(template, state, codes)
+                    self._keep(self._prepared, key, await machine.prepare(template, state, codes))
                 finally:
-                    await machine.kill()
+                    await self._burials.end(machine)
             return self._latest(self._prepared, key)
 
     async def _state(self, template: WarmTemplate, spec: SandboxSpec) -> tuple[Layout, State]:
-        """The state that machines of a spec go on from, made if there is none yet; the caller releases it."""
+        """The state that machines of a spec go on from, made if there is none yet; the caller releases it. An
+        accelerator that has not booted it is given up for good once another one has: it is there, and does not work.
+        """
         async with self._booting:
-            while True:
-                layout = await asyncio.to_thread(self.layout, spec, self._accelerators[0])
-                if layout not in self._states:
-                    state = await self._kept(template, layout, spec)
-                    if state is None:
-                        self._accelerators = self._accelerators[1:]  # it is there and does not work: it never does
-                        continue
-                    self._states[layout] = state
+            for number, accelerator in enumerate(self._accelerators, 1):
+                layout = await asyncio.to_thread(self.layout, spec, accelerator)
+                try:
+                    if layout not in self._states:
+                        self._keep(self._states, layout, await self._kept(template, layout, spec))
+                except BootError:
+                    if number == len(self._accelerators):
+                        raise
+                    continue
+                self._accelerators = self._accelerators[number - 1 :]
                 return layout, self._latest(self._states, layout)
+            raise AssertionError("there is an accelerator, and the last one boots a state or is an error")
 
-    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> State | None:
-        """The state of this user's cache, booted if there is none; None where the first accelerator boots none, and
-        there is another."""
+    async def _kept(self, template: WarmTemplate, layout: Layout, spec: SandboxSpec) -> State:
+        """The state of this user's cache, booted if there is none."""
         assert self._boot is not None
         key = layout.key()
         if (home := await asyncio.to_thread(vm_cache.found, self.kind, key)) is not None:
@@ -248,22 +262,21 @@ class MachineSubstrate(Generic[MachineT]):
         machine = self.make(f"boot-{self._number}", spec, layout)
         try:
             state = await machine.boot(template, self._boot)
-        except SandboxUnavailableError:
-            if len(self._accelerators) == 1 or template.died.done():  # the template's death says nothing about it
-                raise
-            return None
         finally:
-            await machine.kill()
-        keeping = asyncio.ensure_future(
-            asyncio.to_thread(vm_cache.prepared, self.kind, key, lambda scratch: vm_state.keep(state, scratch))
-        )
+            await self._burials.end(machine)
         try:
-            await asyncio.shield(keeping)
+            await in_thread(lambda: vm_cache.prepared(self.kind, key, lambda scratch: vm_state.keep(state, scratch)))
         except BaseException:
-            await asyncio.wait([keeping])  # it reads the state to its end, whoever is cancelled
             close_all(state)
             raise
         return state
+
+    def _keep(self, states: OrderedDict[KeyT, State], key: KeyT, state: State) -> None:
+        """Have a state that was made, unless there is nobody left who would close it."""
+        if self._is_closed:
+            close_all(state)
+        self._check_open()
+        states[key] = state
 
     def _latest(self, states: OrderedDict[KeyT, State], key: KeyT) -> State:
         """A state that is kept, shared; those that were asked for longest ago are let go."""

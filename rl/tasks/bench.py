@@ -25,8 +25,8 @@ from rollforward.sandbox.errors import (
     SandboxUnavailableError,
 )
 from rollforward.sandbox.prepared import read_prepared
-from rollforward.sandbox.tenancy import in_thread
 from rollforward.sandbox.types import ExecRequest, ExecResult, ExecStatus, SandboxSpec, Snapshot
+from rollforward.sandbox.unbroken import in_thread
 
 _BLOCK_BYTES: Final = 4096
 """A file takes whole blocks."""

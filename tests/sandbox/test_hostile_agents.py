@@ -36,10 +36,11 @@ from rollforward.sandbox.inside import frames
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus, SandboxSpec
 from rollforward.sandbox.vm import Layout
+from rollforward.sandbox.vm_keeper import Keeper
 from rollforward.sandbox.vm_machine import Machine, Wires
 from rollforward.sandbox.vm_monitor import Monitor
-from rollforward.sandbox.vm_state import Whole
 from tests.helpers.supervisors import on_loop
+from tests.sandbox.test_vm_stream import STREAM
 
 pytestmark = pytest.mark.timeout(60)
 SPEC = SandboxSpec(limits=Limits(output_bytes=64), tools=(ToolConfig(name="calculator"),))
@@ -241,7 +242,7 @@ async def test_an_answer_to_an_ancestors_question_is_no_answer() -> None:
 
 
 class _Rejoined(Machine):
-    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
+    async def take(self, monitor: Monitor, stream: int, max_bytes: int) -> list[bytes]:
         raise NotImplementedError
 
 
@@ -609,16 +610,15 @@ async def test_an_answer_is_found_behind_events_and_answers_to_those_who_went_aw
 class Standing(Machine):
     """A machine whose emulator is the test's."""
 
-    async def take(self, monitor: Monitor, max_bytes: int) -> Whole:
-        with open("/dev/null", "wb") as file:
-            await monitor.migrate(file.fileno())
-        nothing = memoryview(b"")
-        return Whole(runs=[], memory=nothing, devices=memoryview(b"state"), disk=nothing)
+    async def take(self, monitor: Monitor, stream: int, max_bytes: int) -> list[bytes]:
+        await monitor.migrate(stream)
+        os.pwrite(stream, STREAM, 0)
+        return [b"disk"]
 
 
 async def _standing(emulator: Emulator) -> tuple[Standing, Wires]:
     machine, wires = Standing("m", SPEC, _LAYOUT, _no_group, lambda _: None), Wires()
-    machine._monitor, machine._keeper = emulator.monitor, wires.keeper
+    machine._monitor, machine._keeper = emulator.monitor, Keeper(wires.keeper)
     wires.monitor.close()
     machine._link = await AgentLink.open(wires.agent, lambda: None)
     machine._link.hello.cancel()
@@ -638,7 +638,7 @@ async def test_two_saves_of_a_machine_come_one_after_the_other_and_each_renews_i
     keeping = asyncio.create_task(_keep_all(wires.keeper_end, renewals))
     told: list[str] = []
     agent = asyncio.create_task(_hold_all(wires.agent_end, told))
-    saved = await asyncio.gather(*(machine.save(max_bytes=200) for _ in range(2)), machine.pause())
+    saved = await asyncio.gather(*(machine.save(max_bytes=1 << 20) for _ in range(2)), machine.pause())
     assert saved[0] == saved[1]
     done = [question["execute"] for question in emulator.asked[1:]]
     assert done == [*["stop", "getfd", "migrate", "query-migrate", "cont"] * 2, "stop"]

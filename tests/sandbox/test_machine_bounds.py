@@ -67,7 +67,7 @@ def test_a_machine_has_as_many_disks_as_it_says_and_no_more(world: MachineWorld)
 def test_an_emulator_that_writes_without_end_is_stopped_by_its_limit(world: MachineWorld) -> None:
     spec = SandboxSpec(substrate="fullvm", limits=SMALL)
     layout = world.substrate.layout(spec, "tcg")._replace(memory_bytes=MIB)
-    disk, given = nameless_file(b""), Given()
+    disk, given = nameless_file([]), Given()
 
     async def live() -> FullVm:
         assert given.number(disk) == 3
@@ -129,7 +129,7 @@ def test_a_file_of_a_disk_has_room_for_its_clusters_and_tables() -> None:
 def test_a_machines_disk_is_made_where_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rollforward.sandbox.vm_cache.CACHE", tmp_path / "absent")
     with pytest.raises(SandboxUnavailableError, match=r"absent: No such file"):
-        nameless_file(b"x")
+        nameless_file([b"x"])
     monkeypatch.setattr("rollforward.sandbox.vm_cache.CACHE", tmp_path)
 
     def full(*_: object) -> int:
@@ -138,5 +138,5 @@ def test_a_machines_disk_is_made_where_there_is_room(monkeypatch: pytest.MonkeyP
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(SandboxUnavailableError, match="No space left"):
-        nameless_file(b"x")
+        nameless_file([b"x"])
     assert os.listdir("/proc/self/fd") == before

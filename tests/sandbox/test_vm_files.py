@@ -139,7 +139,7 @@ def test_without_qemu_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_state_keeps_every_byte_and_no_empty_page(tmp_path: Path) -> None:
     size = 8 * MIB
-    memory, devices = vm_state.memory_file(size), vm_state.file_of(b"devices")
+    memory, devices = vm_state.memory_file(size), vm_state.file_of([b"devices"])
     written = {
         0: b"first",
         4095: b"ab",
@@ -166,14 +166,14 @@ def test_a_state_keeps_every_byte_and_no_empty_page(tmp_path: Path) -> None:
     assert os.pread(loaded.memory, 1, 0) == b"f"
     with pytest.raises(SandboxFileError, match="more than"):
         vm_state.content(devices, 3)
-    assert vm_state.content(devices, 7) == b"devices"
+    assert vm_state.content(devices, 7) == [b"devices"]
     shared = vm_state.share(loaded)
     assert (loaded.disk, shared.disk) == (-1, -1)
     vm_state.close_all(loaded)
-    assert vm_state.content(shared.devices, 7) == b"devices"
+    assert vm_state.content(shared.devices, 7) == [b"devices"]
     vm_state.keep(shared._replace(disk=devices), tmp_path)
     with_disk = vm_state.load(tmp_path, size)
-    assert vm_state.content(with_disk.disk, 7) == b"devices"
+    assert vm_state.content(with_disk.disk, 7) == [b"devices"]
     vm_state.close_all([memory, devices, copied, *shared, *with_disk])
 
 
@@ -183,25 +183,25 @@ def test_what_is_read_and_written_in_pieces_is_whole(tmp_path: Path, monkeypatch
     write, read = os.pwrite, os.pread
     monkeypatch.setattr(os, "pwrite", lambda file, part, start: write(file, part[:1000], start))
     monkeypatch.setattr(os, "pread", lambda file, size, start: read(file, min(size, 4096), start))
-    one = vm_state.file_of(data)
-    assert vm_state.content(one, len(data)) == data
+    one = vm_state.file_of([data])
+    assert b"".join(vm_state.content(one, len(data))) == data
     assert os.read(one, len(data)) == data, "it is at its beginning"
     copied = vm_state.copy(one, 4 * 4096)
-    assert vm_state.content(copied, 4 * 4096) == data + bytes(4096 - 5)
+    assert b"".join(vm_state.content(copied, 4 * 4096)) == data + bytes(4096 - 5)
     vm_state.keep(State(copied, one), tmp_path)
     assert (tmp_path / "devices").read_bytes() == data
     vm_state.close_all([one, copied])
 
 
 def test_without_room_for_a_state_it_is_told_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = vm_state.file_of(b"x" * 5000)
+    memory = vm_state.file_of([b"x" * 5000])
     before = set(os.listdir("/proc/self/fd"))
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    for ask in (lambda: vm_state.copy(memory, 8192), lambda: vm_state.file_of(b"x")):
+    for ask in (lambda: vm_state.copy(memory, 8192), lambda: vm_state.file_of([b"x"])):
         with pytest.raises(SandboxUnavailableError, match=r"No space left on device\. Make room"):
             ask()
     monkeypatch.setattr(os, "pread", full)
