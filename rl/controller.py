@@ -211,9 +211,7 @@ class Controller:
         self._stages.begin(version_directory(self._run_dir / WEIGHTS_NAME, state.step))
         before = self._evaluate(0) if state.step == 0 else self._recall_evaluation(0)
         for one in before:
-            say(
-                f"{one.task} accuracy before the first step {one.accuracy:.3f} ({one.correct} of {one.judged} held-out)"
-            )
+            say(f"{one.task} accuracy before the first step {one.shown} ({one.correct} of {one.judged} held-out)")
         # The last step is always evaluated, before its checkpoint.
         after = self._recall_evaluation(state.step) if state.step == self._run.steps else before
         self._seconds = {}

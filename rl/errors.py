@@ -75,7 +75,8 @@ class TrackerError(RLError, ValueError):
 
 
 class EvaluationError(RLError, RuntimeError):
-    """Not one answer of a task could be judged. Stop: an accuracy of 0 would be a claim about the model."""
+    """Not one answer of a task could be judged in a run that does nothing else: an accuracy of 0 would be a claim about
+    the model. A run that trains goes on without the accuracy."""
 
 
 class DrillError(RLError, RuntimeError):

@@ -8,6 +8,7 @@ import msgspec
 from rollforward.conf import console
 from rollforward.model.backends import choose_kernels
 from rollforward.rl.config import EvalRun
+from rollforward.rl.errors import EvaluationError
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.judge.report_verb import calibration_rows
 from rollforward.rl.judge.seats import local_judging
@@ -65,9 +66,12 @@ def main(run: EvalRun) -> int:
         replica.close()
         parts.grader.close()
     (run_dir / "eval.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
-    rows: dict[str, object] = {
-        f"{one.task} accuracy": f"{one.accuracy:.3f} ({one.correct}/{one.judged})" for one in results
-    }
+    if unknown := [one.task for one in results if one.accuracy is None]:
+        raise EvaluationError(
+            f"not one of the answers to {', '.join(unknown)} could be judged ({run_dir / 'eval.json'} has the counts)."
+            " Mend what failed and repeat the command: it goes on from its log"
+        )
+    rows: dict[str, object] = {f"{one.task} accuracy": f"{one.shown} ({one.correct}/{one.judged})" for one in results}
     for one in results:
         for judged in one.calibrations:
             who = one.task if judged.part == one.task else f"{one.task}/{judged.part}"

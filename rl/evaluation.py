@@ -1,11 +1,11 @@
 """Held-out accuracy: the same questions every time, sampled by an engine, judged by their tasks."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from rollforward.conf import console
-from rollforward.rl.errors import EvaluationError
 from rollforward.rl.judge.calibration import Calibration, calibrate
 from rollforward.rl.judge.config import Rubric
 from rollforward.rl.judge.judging import Generate, Judging
@@ -13,7 +13,7 @@ from rollforward.rl.sampling import PromptEncoder, describe_unscored, group_requ
 from rollforward.rl.tasks.config import JudgeConfig
 from rollforward.rl.tasks.reward_config import RubricReward
 from rollforward.rl.tasks.types import Score, Task, Unscored
-from rollforward.rollout.types import SamplingParams
+from rollforward.rollout.types import FailureType, SamplingParams
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +40,8 @@ class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Answers with full marks."""
     judged: int
     """Answers that were judged; infra and data failures are not among them."""
+    unscored: dict[FailureType, int] = {}
+    """Answers that were not, by what failed; kinds without any are left out."""
     samples: tuple[Sample, ...]
     """The first few answers."""
     calibrations: tuple[Calibration, ...] = ()
@@ -47,9 +49,15 @@ class TaskAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     where nobody did."""
 
     @property
-    def accuracy(self) -> float:
-        """Share of judged answers with full marks."""
-        return self.correct / self.judged
+    def accuracy(self) -> float | None:
+        """Share of judged answers with full marks; None where none could be judged: 0 would be a claim about the
+        model."""
+        return self.correct / self.judged if self.judged else None
+
+    @property
+    def shown(self) -> str:
+        """The accuracy for a person."""
+        return "unknown" if self.accuracy is None else f"{self.accuracy:.3f}"
 
 
 class Evaluator:
@@ -74,16 +82,13 @@ class Evaluator:
     def evaluate(
         self, generate: Generate, *, step: int, policy_version: int, judging: Judging | None = None
     ) -> tuple[TaskAccuracy, ...]:
-        """Answer every question once.
+        """Answer every question once. A task of which no answer could be judged has no accuracy and is named.
 
         Args:
             generate: samples the requests.
             step: names the requests; an evaluation of the same step is answered from the log.
             policy_version: weights that must sample them.
             judging: asks models for rewards of type rubric; None where no task has one.
-
-        Raises:
-            EvaluationError: not one answer of a task could be judged.
         """
         requests = group_requests(
             self._examples,
@@ -119,17 +124,23 @@ class Evaluator:
                 )
                 for example, completion, score in rows[:5]
             )
+            own = [score for example, score in zip(self._examples, scores, strict=True) if example.task == name]
+            unscored = Counter(score.failure for score in own if isinstance(score, Unscored))
             if not rows:
-                raise EvaluationError(
-                    f"evaluation after step {step}: not one of the answers to task {name} could be judged"
-                    f" ({describe_unscored(scores)}). Mend what failed and repeat the command: it goes on from its log"
+                counts = ", ".join(f"{failure} {count}" for failure, count in unscored.items())
+                console.say(
+                    f"evaluation after step {step}: task {name} has no accuracy, since not one of its answers could be"
+                    f" judged ({counts})"
                 )
-            correct = sum(score.is_correct for _, _, score in rows)
-            calibrations = self._calibrations(
-                name, [score for example, score in zip(self._examples, scores, strict=True) if example.task == name]
-            )
             results.append(
-                TaskAccuracy(task=name, correct=correct, judged=len(rows), samples=samples, calibrations=calibrations)
+                TaskAccuracy(
+                    task=name,
+                    correct=sum(score.is_correct for _, _, score in rows),
+                    judged=len(rows),
+                    unscored=unscored,
+                    samples=samples,
+                    calibrations=self._calibrations(name, own),
+                )
             )
         return tuple(results)
 
@@ -149,5 +160,12 @@ class Evaluator:
 
 
 def accuracy_values(results: Sequence[TaskAccuracy]) -> dict[str, float]:
-    """Return verl's metric names -> accuracy."""
-    return {f"val-core/{result.task}/acc/mean@1": result.accuracy for result in results}
+    """Return verl's metric names -> accuracy, where there is one, and shares of answers that could not be judged."""
+    values: dict[str, float] = {}
+    for one in results:
+        if one.accuracy is not None:
+            values[f"val-core/{one.task}/acc/mean@1"] = one.accuracy
+        for failure in (failure for failure in FailureType if failure.is_excluded):
+            share = one.unscored.get(failure, 0) / (one.judged + sum(one.unscored.values()))
+            values[f"val-aux/{one.task}/failure/{failure}/rate"] = share
+    return values

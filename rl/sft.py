@@ -67,7 +67,9 @@ def main(run: SFTRun) -> int:
     finally:
         leave_group()
         parts.grader.close()
-    rows: dict[str, object] = {f"{result.task} accuracy": result.accuracy for result in accuracy}
+    rows: dict[str, object] = {
+        f"{one.task} accuracy": one.shown if one.accuracy is None else one.accuracy for one in accuracy
+    }
     rows |= {"model": run_dir / "model", "metrics": run_dir / METRICS_NAME}
     if tracker.wandb_place is not None:
         rows["W&B"] = tracker.wandb_place
@@ -135,7 +137,7 @@ class SFTLoop:
                 if self._is_due(state.step, self._run.eval.every_steps):
                     accuracy = self._evaluate(state.step)
                     values |= accuracy_values(accuracy)
-                    shown |= {f"{one.task} accuracy": one.accuracy for one in accuracy}
+                    shown |= {f"{one.task} accuracy": one.accuracy for one in accuracy if one.accuracy is not None}
                 # Logged before the checkpoint: a step that a killed run repeats stands twice, none is missing.
                 self._tracker.log(state.step, values)
                 progress.step(shown)

@@ -257,11 +257,14 @@ def _report(run: LoopRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, 
         before.task: {"eval_before": before.accuracy, "eval_after": after.accuracy}
         for before, after in zip(outcome.before, outcome.after, strict=True)
     }
-    gains = {name: values["eval_after"] - values["eval_before"] for name, values in tasks.items()}
-    rows: dict[str, object] = {
-        f"{name} accuracy": f"{values['eval_before']:.3f} -> {values['eval_after']:.3f} ({gains[name]:+.3f})"
-        for name, values in tasks.items()
-    }
+    gains: list[float] = []
+    rows: dict[str, object] = {}
+    for before, after in zip(outcome.before, outcome.after, strict=True):
+        text = f"{before.shown} -> {after.shown}"
+        if before.accuracy is not None and after.accuracy is not None:
+            gains.append(after.accuracy - before.accuracy)
+            text += f" ({gains[-1]:+.3f})"
+        rows[f"{before.task} accuracy"] = text
     model_dir = run_dir / "model"
     rows |= {
         "model": model_dir,
@@ -281,7 +284,7 @@ def _report(run: LoopRun, run_dir: Path, outcome: RunOutcome, tracker: Tracker, 
     console.summary(f"trained {outcome.steps} steps in {seconds:.0f} s", rows, then)
     result = {
         "tasks": tasks,
-        "eval_gain_min": round(min(gains.values()), 6),
+        "eval_gain_min": round(min(gains), 6) if gains else None,
         "steps": outcome.steps,
         "rollout_probs_diff_max": outcome.rollout_probs_diff_max,
         "tokens": outcome.trained_tokens,

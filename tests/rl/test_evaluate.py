@@ -1,5 +1,5 @@
 """Proves: `eval` of a user's dataset, reward and tool, all named by relative paths, is begun in one directory and
-resumed from another.
+resumed from another; one that could judge no answer of a task says so in place of an accuracy.
 """
 
 import json
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollforward.conf import cli
+from rollforward.rl.errors import EvaluationError
 from rollforward.rl.evaluation import Evaluator
 from tests.helpers.runs import write_model
 
@@ -40,18 +41,23 @@ def _interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _write_files(here: Path, reward: str) -> None:
+    """What the recipe names, and the recipe."""
+    here.mkdir()
+    write_model(here / "model")
+    rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
+    (here / "questions.jsonl").write_text("\n".join(rows))
+    (here / "reward.py").write_text(f"def score(question, answer, text):\n    {reward}\n")
+    (here / "tool.py").write_text('def add(a: int) -> int:\n    """Adds."""\n    return a + 1\n')
+    (here / "mine.yaml").write_text(RECIPE)
+
+
 def test_a_run_with_files_of_ones_own_is_resumed_from_another_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    here.mkdir()
+    _write_files(here, "return 1.0")
     elsewhere.mkdir()
-    write_model(here / "model")
-    rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(8)]
-    (here / "questions.jsonl").write_text("\n".join(rows))
-    (here / "reward.py").write_text("def score(question, answer, text):\n    return 1.0\n")
-    (here / "tool.py").write_text('def add(a: int) -> int:\n    """Adds."""\n    return a + 1\n')
-    (here / "mine.yaml").write_text(RECIPE)
     monkeypatch.chdir(here)
     evaluate: Callable[..., Any] = Evaluator.evaluate
     monkeypatch.setattr(Evaluator, "evaluate", _interrupt)
@@ -61,3 +67,20 @@ def test_a_run_with_files_of_ones_own_is_resumed_from_another_directory(
     assert cli.main(["resume", "../out"]) == 0, capsys.readouterr().err
     (result,) = json.loads((tmp_path / "out" / "heldout" / "eval.json").read_text())
     assert (result["task"], result["correct"], result["judged"]) == ("mine", 4, 4)
+
+
+def test_an_evaluation_that_could_judge_nothing_fails_and_goes_on_when_that_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    _write_files(here, "raise OSError('no such host')")
+    monkeypatch.chdir(here)
+    with pytest.raises(EvaluationError, match=r"not one of the answers to mine could be judged \(.*eval.json has the"):
+        cli.main(["eval", "recipe=mine.yaml", "run_dir=../out"])
+    file = tmp_path / "out" / "heldout" / "eval.json"
+    (result,) = json.loads(file.read_text())
+    assert (result["judged"], result["unscored"]) == (0, {"infra": 4})
+    (here / "reward.py").write_text("def score(question, answer, text):\n    return 1.0\n")
+    assert cli.main(["resume", "../out"]) == 0
+    (result,) = json.loads(file.read_text())
+    assert (result["correct"], result["judged"], result["unscored"]) == (4, 4, {})

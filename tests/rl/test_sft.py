@@ -27,6 +27,7 @@ from rollforward.rl.prompts import DataCursor
 from rollforward.rl.setup import load_parts
 from rollforward.rl.sft import SFTLoop
 from rollforward.rl.tracker import Tracker
+from rollforward.rollout.types import FailureType
 from rollforward.rollout.weights import read_published
 from tests.helpers.ranks import join_alone
 from tests.helpers.runs import TASK, write_model
@@ -78,6 +79,34 @@ def test_the_loss_falls(undisturbed: Path) -> None:
     losses = _losses(undisturbed)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]
     assert losses[6] < 0.8 * losses[1]
+
+
+def test_an_evaluation_without_one_verdict_is_told_and_the_run_goes_on(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An untrained model judges: none of its verdicts can be read, which says nothing about the answers."""
+    rubric = {"type": "rubric", "criteria": [{"name": "even", "text": "It is even."}], "max_verdict_tokens": 4}
+    task = {"type": "dataset", "name": "evens", "path": {"type": "evens", "rows": 40}, "heldout_size": 10}
+    settings: dict[str, Any] = {
+        "tasks": [TASK, task | {"reward": rubric}],
+        "optim": {"type": "adamw", "lr": 1e-9},  # any token is as likely as any other, so hardly an answer is empty
+        "eval": {"prompts": 4, "every_steps": 1, "temperature": 1.0},
+        "steps": 2,
+    }
+    _, accuracy = _loop(tmp_path / "run", model_dir, **settings).run()
+    assert (accuracy.accuracy, accuracy.judged, accuracy.unscored) == (None, 0, {FailureType.INFRA: 4})
+    assert accuracy.calibrations[0].problems
+    assert (
+        "evaluation after step 1: task evens has no accuracy, since not one of its answers could be judged (infra 4)"
+    ) in capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert "val-core/evens/acc/mean@1" not in lines[-1]
+    assert lines[-1]["val-aux/evens/failure/infra/rate"] == 1.0
+    # The other task has its accuracy.
+    assert lines[-1]["val-core/chain_sum/acc/mean@1"] < 1.0
+    assert lines[-1]["val-aux/chain_sum/failure/infra/rate"] == 0.0
+    assert (tmp_path / "run" / "model").is_dir()
 
 
 class _KilledError(Exception):
