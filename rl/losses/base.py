@@ -158,7 +158,7 @@ def shared_metrics(inputs: LossInputs) -> tuple[Metric, ...]:
     probabilities."""
     policy_T = inputs.policy_logprobs_T.detach()
     tokens_T = inputs.trained_mask_T.double()
-    difference_T = (policy_T.exp() - inputs.behavior_logprobs_T.exp()).abs()
+    difference_T = probability_difference(policy_T, inputs.behavior_logprobs_T)
     metrics = [
         mean_metric("actor/ppo_kl", inputs.behavior_logprobs_T - policy_T, tokens_T),
         mean_metric("training/rollout_probs_diff_mean", difference_T, tokens_T),
@@ -177,6 +177,16 @@ def shared_metrics(inputs: LossInputs) -> tuple[Metric, ...]:
     if inputs.entropy_T is not None:
         metrics.append(mean_metric("actor/entropy", inputs.entropy_T, tokens_T))
     return tuple(metrics)
+
+
+def probability_difference(logprobs_T: Tensor, others_T: Tensor) -> Tensor:
+    """Return [T] float64: |exp(a) - exp(b)|, 0 only where the log-probs are equal, however close they are and however
+    unlikely the tokens."""
+    a_T, b_T = logprobs_T.double(), others_T.double()
+    # exp(a) and exp(b) themselves round to one number where both are near 1, in float64 too.
+    difference_T = torch.maximum(a_T, b_T).exp() * -torch.expm1(-(a_T - b_T).abs())
+    smallest = torch.finfo(torch.float64).tiny
+    return torch.where(a_T == b_T, 0.0, difference_T.clamp(min=smallest))
 
 
 def loss_metric(name: str, values_T: Tensor, weights_T: Tensor) -> Metric:

@@ -118,13 +118,23 @@ def test_equal_bits_differ_by_exactly_zero() -> None:
     assert torch.equal(gradient(output, inputs), -advantages_T / 32)
 
 
-def test_one_different_bit_is_not_zero() -> None:
-    inputs = three_tokens(torch.float32)
-    policy_T = inputs.policy_logprobs_T.detach()
-    behavior_T = policy_T.clone()
-    behavior_T[1] = torch.nextafter(behavior_T[1], torch.tensor(0.0))
-    values = metric_values(policy_loss(PLAIN, three_tokens(torch.float32, behavior_logprobs_T=behavior_T)).metrics)
-    assert values["training/rollout_probs_diff_max"] > 0.0
+@pytest.mark.parametrize(
+    "logprob", [-0.0, -1e-44, -1e-30, -1e-12, -1e-8, -1e-3, -0.5, -1.0, -20.0, -100.0, -1e4, -1e30]
+)
+def test_one_different_bit_is_not_zero(logprob: float) -> None:
+    """Whether the token is nearly certain or all but impossible: exp() rounds many log-probs to one probability."""
+    policy_T = torch.full((3,), logprob)
+    for end in (-math.inf, 0.0) if logprob else (-math.inf,):
+        behavior_T = policy_T.clone()
+        behavior_T[1] = torch.nextafter(behavior_T[1], torch.tensor(end))
+        inputs = three_tokens(
+            torch.float32, policy_logprobs_T=policy_T.clone().requires_grad_(), behavior_logprobs_T=behavior_T
+        )
+        values = metric_values(policy_loss(PLAIN, inputs).metrics)
+        assert values["training/rollout_probs_diff_max"] > 0.0
+        assert values["training/rollout_probs_diff_mean"] > 0.0
+        exact = abs(math.exp(policy_T[1].item()) - math.exp(behavior_T[1].item()))
+        assert values["training/rollout_probs_diff_max"] == pytest.approx(exact, abs=1e-15)
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)))
