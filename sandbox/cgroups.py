@@ -17,6 +17,7 @@ from typing import Final
 _PREFIX: Final = "rollforward"
 _LABEL: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _V1: Final = ("memory", "pids")
+_EVENTS_BYTES: Final = 4096
 _FREEZE_S: Final = 5.0
 _LOOK_S: Final = 0.0005
 
@@ -120,6 +121,7 @@ class Group:
     def __init__(self, hierarchies: Hierarchies, label: str, name: str, memory_bytes: int, processes: int) -> None:
         self._hierarchies = hierarchies
         self._name = f"{_PREFIX}.{label}.{name}"
+        self._events = os.devnull
         self._made: list[Path] = []
         try:
             for parent in hierarchies.parents():
@@ -136,7 +138,9 @@ class Group:
             raise
 
     def _limit_memory(self, path: Path, memory_bytes: int) -> None:
-        if (path / "memory.max").exists():
+        is_second = (path / "memory.max").exists()
+        self._events = str(path / ("memory.events" if is_second else "memory.oom_control"))
+        if is_second:
             (path / "memory.max").write_text(str(memory_bytes))
             with contextlib.suppress(OSError):
                 (path / "memory.swap.max").write_text("0")
@@ -167,16 +171,12 @@ class Group:
 
     def oom_kills(self) -> int:
         """Processes that the kernel has killed in it because there was no memory."""
-        if self._hierarchies.memory is None:
+        try:  # before and after every command, so with as few steps as can be
+            with open(self._events, "rb", buffering=0) as file:
+                _, _, rest = (file.read(_EVENTS_BYTES) or b"").partition(b"\noom_kill ")
+        except OSError:
             return 0
-        path = self._hierarchies.memory / self._name
-        for name in ("memory.events", "memory.oom_control"):
-            with contextlib.suppress(OSError):
-                for line in (path / name).read_text().splitlines():
-                    key, _, value = line.partition(" ")
-                    if key == "oom_kill":
-                        return int(value)
-        return 0
+        return int(rest.partition(b"\n")[0] or 0)
 
     def processes(self) -> list[int]:
         """Those in it."""

@@ -20,7 +20,7 @@ from rollforward.sandbox import cgroups
 from rollforward.sandbox.agent_link import AgentLink, Answer, Parts
 from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.errors import GoneCause, SandboxFileError, SandboxGoneError, SandboxUnavailableError, ToolError
-from rollforward.sandbox.inside import frames
+from rollforward.sandbox.inside import frames, program
 from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.outcomes import (
     NonsenseError,
@@ -127,8 +127,8 @@ class Instance:
     def _watch(self, pidfd: int) -> None:
         """Its first process is there; from here on its end is noticed."""
         self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._on_death)  # first: whatever fails after it, that is noticed
         self.pid = host_pid(pidfd)
-        asyncio.get_running_loop().add_reader(pidfd, self._on_death)
 
     async def _greet(self, control: socket.socket, told: Iterable[Answer], within_s: float) -> None:
         """Tell its agent what it is, message by message, and wait until that is up.
@@ -255,7 +255,7 @@ class Instance:
         limits = self.spec.limits
         before = self._oom_kills()
         wall_s = limits.wall_s if request.wall_s is None else request.wall_s
-        asked = {"op": "exec", "argv": request.argv, "env": request.env, "cwd": request.cwd, "wall_s": wall_s}
+        asked = {"op": "exec", "wall_s": wall_s}
         if len(request.stdin) > _MAX_STDIN_BYTES or not request.argv:
             detail = f"did not run: it has no program, or more than {_MAX_STDIN_BYTES} bytes of input"
             return ExecResult(status=ExecStatus.INFRA, detail=detail)
@@ -265,7 +265,8 @@ class Instance:
         if self.died.done():
             return gone_exec(self.died.result(), has_run=False)
         try:
-            head, blobs = await self._answer(asked, request.stdin, within_s=wall_s + _GRACE_S)
+            told = program.pack(request.argv, request.env, request.cwd)
+            head, blobs = await self._answer(asked, request.stdin, told, within_s=wall_s + _GRACE_S)
             return exec_result(head, blobs, limits, self._has_oom_since(before, head))
         except SandboxGoneError as error:
             return gone_exec(error.cause, has_run=True)

@@ -9,6 +9,7 @@ and what `inside/machine.py` imports before it has a disk.
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import struct
 import subprocess
@@ -45,6 +46,8 @@ _LEFT_OUT: Final = (
     "dist-packages",
     "lib2to3",
 )
+_NATIVE: Final = ("-O2", "-fPIC", "-shared", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-nodefaultlibs")
+_SAID_CHARS: Final = 300
 _UNCHECKED: Final = struct.pack("<IQ", 1, 0)
 _ROOM: Final = 1.08
 _SPARE_BYTES: Final = 4 << 20
@@ -76,7 +79,7 @@ def build(kernel: Kernel) -> Boot:
     """
     system = build_system()
     imports = _imports()
-    sources = sorted(AGENT_PROGRAMS.glob("*.py"))
+    sources = [*sorted(AGENT_PROGRAMS.glob("*.py")), build_native()]
     key = digest("2", kernel.version, _stamps([*imports, *kernel.modules]), [(p.name, file_digest(p)) for p in sources])
 
     def make(scratch: Path) -> None:
@@ -104,6 +107,28 @@ def build_system() -> Path:
         shutil.rmtree(tree)
 
     return prepared("system", key, make) / "disk"
+
+
+def build_native() -> Path:
+    """The library of `inside/native.py`.
+
+    Raises:
+        SandboxUnavailableError: it cannot be made.
+    """
+    source = AGENT_PROGRAMS / "native.cc"
+
+    def make(scratch: Path) -> None:
+        compiler = shutil.which("g++")
+        if compiler is None:
+            raise SandboxUnavailableError(
+                "sandbox: virtual machines need g++, which is not there. Install it (Debian: apt-get install g++)"
+            )
+        command = [compiler, *_NATIVE, str(source), "-lc", "-o", str(scratch / "native.so")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SandboxUnavailableError(f"sandbox: {source} cannot be compiled: {done.stderr.strip()[:_SAID_CHARS]}")
+
+    return prepared("native", digest(file_digest(source), _NATIVE, platform.machine()), make) / "native.so"
 
 
 def build_empty(size: int, files: int) -> Path:
@@ -272,8 +297,8 @@ def _entries(kernel: Kernel, imports: list[Path], sources: list[Path]) -> Iterat
     for path in kernel.modules:
         yield f"/drivers/{path.name}", Entry(path, 0o100644)
     for path in sources:
-        place = f"/program/rollforward/sandbox/inside/{path.name}"
-        yield place, Entry(path, 0o100644)
+        place = "/program" if path.suffix == ".so" else "/program/rollforward/sandbox/inside"
+        yield f"{place}/{path.name}", Entry(path, 0o100644)
     for path in imports:
         yield str(path), Entry(loaded_part(path.read_bytes()), 0o100755)
         bytecode = Path(importlib.util.cache_from_source(str(path))) if path.suffix == ".py" else None

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from rollforward.sandbox.inside import command, files, frames, root, snapshots, system
+from rollforward.sandbox.inside import command, files, frames, native, root, snapshots, system
 from rollforward.sandbox.inside.answers import Tools, describe, import_tool
 from rollforward.sandbox.inside.running import CHUNK_BYTES, Running, make_pipes
 
@@ -45,7 +45,7 @@ _EVENTS: Final = 5
 """Of the control group that it is in: where the host's kernel is not this one, nobody else could tell of it."""
 _LAST_READS: Final = 64
 """Reads of a pipe whose writers should be gone; one may have been handed to another command, which goes on."""
-_SPARE_AFTER_S: Final = 0.005
+_SHORT_S: Final = 0.005
 """A command that takes longer may not be the next one's predecessor: another process is made."""
 _RETRY_S: Final = 0.1
 _MAX_ENDING: Final = command.SPARE_PROCESSES // 2
@@ -192,16 +192,10 @@ class Agent:
                 self._spare_at = time.monotonic() + _RETRY_S
                 with contextlib.suppress(OSError):  # the next command tries again, and is told
                     self._spare = self._room.prepare()
-            if self._pipes is None and not self._running:
-                with contextlib.suppress(OSError):  # likewise
-                    self._pipes = make_pipes()
-            for descriptor, event in self._poller.poll(self._wait_ms()):
-                if descriptor == _CONTROL:
-                    self._asked.extend(receive_all(_CONTROL))
-                    while self._asked:
-                        self._take(*self._asked.popleft())
-                elif (running := self._owners.get(descriptor)) is not None:
-                    self._look(running, descriptor, event)
+            if native.is_loaded() and self._spare is not None and not (self._running or self._streams):
+                self._attend(self._spare)
+            else:
+                self._poll()
             while self._closing:  # only now: an event of this round must not be taken for that of a later descriptor
                 os.close(self._closing.pop())
             now = time.monotonic()
@@ -214,6 +208,18 @@ class Agent:
                     running.is_answered = True
             if self._streams:
                 self._send_part()
+
+    def _poll(self) -> None:
+        if self._pipes is None and not self._running:
+            with contextlib.suppress(OSError):  # the next command tries again, and is told
+                self._pipes = make_pipes()
+        for descriptor, event in self._poller.poll(self._wait_ms()):
+            if descriptor == _CONTROL:
+                self._asked.extend(receive_all(_CONTROL))
+                while self._asked:
+                    self._take(*self._asked.popleft())
+            elif (running := self._owners.get(descriptor)) is not None:
+                self._look(running, descriptor, event)
 
     def _wait_ms(self) -> float | None:
         if self._streams:
@@ -246,7 +252,7 @@ class Agent:
         try:
             match request["op"]:
                 case "exec" | "call":
-                    self._start(request, blobs[0])
+                    self._start(request, *blobs)
                 case "upload":
                     files.upload(request, blobs[0])
                     self._answer(request, {})
@@ -280,7 +286,7 @@ class Agent:
         """What differs from a fresh container where nothing runs, or nothing; `own` are processes that are its own."""
         return files.first_change(self._upper, own)
 
-    def _start(self, request: frames.Head, blob: bytes) -> None:
+    def _start(self, request: frames.Head, blob: bytes, program: bytes = b"") -> None:
         """Give a process a command (the blob is its standard input) or a call (it is the call)."""
         if self._running:
             self._bury()
@@ -296,7 +302,7 @@ class Agent:
                     stdin, ours[0] = os.pipe2(os.O_CLOEXEC)
                     os.set_blocking(ours[0], False)
                     theirs.insert(0, stdin)
-                process = self._dispatch(request, b"", theirs)
+                process = self._dispatch(request, program, theirs)
             except OSError:
                 for descriptor in ours:
                     if descriptor >= 0:
@@ -307,7 +313,10 @@ class Agent:
                     os.close(descriptor)
             running = Running(request, process, blob, self._room.limits["output_bytes"])
             running.attach(*ours)
-            self._spare_at = running.start + _SPARE_AFTER_S * self._room.pace
+            self._spare_at = running.start + _SHORT_S * self._room.pace
+        self._look_after(running)
+
+    def _look_after(self, running: Running) -> None:
         self._running[running.process.pid] = running
         for descriptor in (running.channel, running.process.pidfd):
             self._watch(running, descriptor, select.POLLIN)
@@ -320,6 +329,39 @@ class Agent:
     def _watch(self, running: Running, descriptor: int, events: int) -> None:
         self._owners[descriptor] = running
         self._poller.register(descriptor, events)
+
+    def _attend(self, process: command.Process) -> None:
+        """Have machine code answer commands until there is something else; its `_start` and what follows on it."""
+        room = min(self._room.limits["output_bytes"], native.CHUNK_BYTES)
+        channel = process.channel.fileno()
+        around = native.Round(
+            _CONTROL, channel, self._upper, self._events, process.is_ready, room, _SHORT_S * self._room.pace
+        )
+        state = native.attend(around)
+        message = around.message()
+        process.is_ready = bool(around.is_ready)
+        if state == native.OTHER:
+            self._take(*frames.unpack(message + system.read_exactly(_CONTROL, around.size - len(message))))
+            return
+        self._spare = None
+        request, _ = frames.unpack(message)
+        running = Running(request, process, b"", self._room.limits["output_bytes"], around.start_s)
+        if state == native.ENDED:
+            running.is_answered = True
+            self._closing.append(process.channel.detach())
+            self._running[process.pid] = running
+            self._watch(running, process.pidfd, select.POLLIN)
+            return
+        running.attach(-1, *around.streams)
+        self._spare_at = running.start + _SHORT_S * self._room.pace
+        self._look_after(running)
+        said = around.said()
+        said[0] = process.ready(said[0])
+        for kept, data in zip((running.report, running.output, running.errors), said, strict=True):
+            kept.add(data)
+        if running.has_reported():
+            self._conclude(running, {"code": 0, "cpu_s": 0.0})
+            self._keep(running)
 
     def _bury(self) -> None:
         """Wait for the end of processes whose command has been answered, but for a few: they count to the user's."""

@@ -19,18 +19,10 @@ import socket
 import struct
 from typing import Any, Final
 
-from rollforward.sandbox.inside import frames, root, system
+from rollforward.sandbox.inside import frames, native, program, root, system
 from rollforward.sandbox.inside.answers import Tools, say_answer
 from rollforward.sandbox.inside.seccomp import Filter
 
-_PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-_ENVIRONMENT: Final = {
-    "PATH": _PATH,
-    "HOME": "/home",
-    "USER": "user",
-    "LANG": "C.UTF-8",
-    "TERM": "dumb",
-}
 READY: Final = b"."
 """What a process says first, when it has shut itself in. What it says before is why it could not."""
 REPORT: Final = struct.Struct("<?id")
@@ -65,13 +57,14 @@ class Process:
 
         Args:
             request: what to do.
-            blob: the call, for a call.
+            blob: the call, or the command's `program`.
             descriptors: for a command its input, if it has one, its output and its errors; they stay open.
 
         Raises:
             OSError: it is gone, and nothing has run.
         """
-        data = marshal.dumps((request, blob))
+        is_call = request["op"] == "call"
+        data = b"c" + marshal.dumps((blob, request["max_chars"])) if is_call else b"x" + blob
         message = frames.LENGTH.pack(len(data)) + data
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
         sent = self.channel.sendmsg([message], rights if descriptors else [])
@@ -86,9 +79,13 @@ class Process:
             OSError: it ended before it had read its request.
         """
         said = self.channel.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+        return self.ready(said) or (self.channel.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT) if said else said)
+
+    def ready(self, said: bytes) -> bytes:
+        """What it has said but that it is ready."""
         if not self.is_ready and said.startswith(READY):
             self.is_ready = True
-            said = said[len(READY) :] or self.channel.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+            return said[len(READY) :]
         return said
 
     def kill(self) -> None:
@@ -154,26 +151,15 @@ class Room:
                 os.write(_CHANNEL, str(error).encode())
             else:
                 os.write(_CHANNEL, READY)
-                self._serve(socket.socket(fileno=_CHANNEL))
+                self._serve()
                 status = 0
         finally:
             os._exit(status)  # not through exit handlers and threads, which may never end
 
-    def _serve(self, channel: socket.socket) -> None:
-        own_cpu_s = 0.0
-        for left in reversed(range(_MAX_USES)):
-            request, call, descriptors = _receive(channel)
-            if request["op"] == "call":
-                self._call(call, request["max_chars"])
-                return
-            stays = left > 0 and own_cpu_s < self.own_cpu_s
-            _lead(request, descriptors, stays)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if not stays:
-                return
-            own = resource.getrusage(resource.RUSAGE_SELF)
-            own_cpu_s = own.ru_utime + own.ru_stime
+    def _serve(self) -> None:
+        lead = native.lead if native.is_loaded() else lead_many
+        if request := lead(_CHANNEL, _MAX_USES, self.own_cpu_s):
+            self._call(*marshal.loads(memoryview(request)[1:]))
 
     def _enter(self, channel: int) -> None:
         os.setsid()
@@ -242,7 +228,7 @@ class Room:
         say_answer(_CHANNEL, self._tools, call, max_chars)
 
 
-def _receive(channel: socket.socket) -> tuple[frames.Head, bytes, list[int]]:
+def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
     try:
         data, told, _, _ = channel.recvmsg(_CHUNK_BYTES, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         descriptors = [descriptor for _, _, rights in told for (descriptor,) in struct.iter_unpack("i", rights)]
@@ -253,23 +239,41 @@ def _receive(channel: socket.socket) -> tuple[frames.Head, bytes, list[int]]:
             data += system.read_exactly(_CHANNEL, missing)
     except (EOFError, struct.error):
         os._exit(0)  # nobody wants it any more
-    request, blob = marshal.loads(memoryview(data)[frames.LENGTH.size :])
-    return request, blob, descriptors
+    return data[frames.LENGTH.size :], descriptors
 
 
-def _lead(request: frames.Head, descriptors: list[int], stays: bool) -> None:
+def lead_many(number: int, uses: int, own_cpu_s: float) -> bytes:
+    """See `native.lead`."""
+    channel = socket.socket(fileno=os.dup(number))
+    used_s = 0.0
+    for left in reversed(range(uses)):
+        request, descriptors = _receive(channel)
+        if not request.startswith(b"x"):
+            return request
+        stays = left > 0 and used_s < own_cpu_s
+        _lead(request, descriptors, stays)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not stays:
+            break
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        used_s = own.ru_utime + own.ru_stime
+    return b""
+
+
+def _lead(request: bytes, descriptors: list[int], stays: bool) -> None:
     """Start the command, wait for it, end and bury all that it has left, and report.
 
     Its descriptors stay open here meanwhile: the agent, which would be told of their end, has one thing to wait for.
     """
+    told = program.unpack(request[1:])
     used_s = 0.0
     try:
-        os.chdir(request["cwd"])
-        pid = _spawn(request["argv"], {**_ENVIRONMENT, **request["env"]}, descriptors)
-    except (OSError, ValueError) as error:
-        is_absent = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
-        reason = getattr(error, "strerror", None) or error
-        os.write(descriptors[-1], f"{request['argv'][0]}: {reason}\n".encode("utf-8", "replace"))
+        os.chdir(told.directory)
+        pid = _spawn(told, descriptors)
+    except OSError as error:
+        is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        os.write(descriptors[-1], b"%b: %b\n" % (told.name, str(error.strerror).encode()))
         pid, code = -1, _NOT_FOUND if is_absent else _NOT_EXECUTABLE
     else:
         done, status, usage = os.wait4(-1, 0)
@@ -285,7 +289,7 @@ def _lead(request: frames.Head, descriptors: list[int], stays: bool) -> None:
     os.write(_CHANNEL, REPORT.pack(stays, code, used_s))
 
 
-def _spawn(argv: list[str], environment: dict[str, str], descriptors: list[int]) -> int:
+def _spawn(told: program.Program, descriptors: list[int]) -> int:
     """Start a program, in a session of its own, which is found as a shell would find it."""
     actions: list[Any] = [
         (os.POSIX_SPAWN_DUP2, descriptor, place)
@@ -293,8 +297,11 @@ def _spawn(argv: list[str], environment: dict[str, str], descriptors: list[int])
     ]
     if len(descriptors) < _STREAMS:
         actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
-    system.look_in(environment["PATH"])
+    for is_so, number in ((not told.argv, errno.EINVAL), (not told.name, errno.ENOENT)):
+        if is_so:
+            raise OSError(number, os.strerror(number))
+    system.look_in(told.environment[b"PATH"])
     try:
-        return os.posix_spawnp(argv[0], argv, environment, file_actions=actions, setsid=True)
+        return os.posix_spawnp(told.name, told.argv, told.environment, file_actions=actions, setsid=True)
     finally:
         os.unsetenv("PATH")  # a call, which this process may take next, would hand it on

@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, frames, root, system, template
+from rollforward.sandbox.inside import agent, frames, native, root, system, template
 
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x4008_5203, 0x5207
 _FINIT_MODULE: Final = {"x86_64": 313, "aarch64": 273}
@@ -83,6 +83,7 @@ def _come_up(manifest: dict[str, Any]) -> tuple[int, int]:
     importlib.invalidate_caches()
     for name in template.PRELOADED:
         importlib.import_module(name)
+    native.load("/program/native.so")
     control, keeper = _open_port(_AGENT_PORT), _open_port(_KEEPER_PORT)
     _make_devices()
     Path("/proc/sys/vm/drop_caches").write_text("1")  # what was read to come up

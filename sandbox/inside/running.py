@@ -39,7 +39,14 @@ class Kept:
 class Running:
     """A command or call that runs: its process, and this side's ends of what it writes and reads."""
 
-    def __init__(self, request: frames.Head, process: command.Process, stdin: bytes, output_bytes: int) -> None:
+    def __init__(
+        self,
+        request: frames.Head,
+        process: command.Process,
+        stdin: bytes,
+        output_bytes: int,
+        start: float | None = None,
+    ) -> None:
         """See `attach` for a command.
 
         Args:
@@ -47,12 +54,13 @@ class Running:
             process: runs it.
             stdin: a command's input.
             output_bytes: as many are kept of its output, and of its errors.
+            start: when it began; now, if that is not said.
         """
         self.request = request
         self.process = process
         self.channel = process.channel.fileno()
         self.is_call = request["op"] == "call"
-        self.start = time.monotonic()
+        self.start = time.monotonic() if start is None else start
         self.end = self.start + request["wall_s"]
         self.is_over = False
         self.is_answered = False

@@ -161,9 +161,9 @@ def adopt_orphans() -> None:
     check(_LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "adopting orphans")
 
 
-def look_in(path: str) -> None:
+def look_in(path: bytes) -> None:
     """Have programs that `os.posix_spawnp` starts by name alone be looked for in these directories, as of a PATH."""
-    check(_LIBC.setenv(b"PATH", os.fsencode(path), 1), "saying where programs are")
+    check(_LIBC.setenv(b"PATH", path, 1), "saying where programs are")
 
 
 def no_new_privileges() -> None:

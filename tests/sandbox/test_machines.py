@@ -180,6 +180,7 @@ def test_one_that_is_paused_stands_still_and_goes_on_in_time(world: MachineWorld
     while not int(world.sh(machine, "cat count || echo 0").stdout):
         pass
     world.do(machine.pause())
+    time.sleep(0.3)  # the emulator clears up
     ticks = cpu_ticks(machine.pid)
     time.sleep(1.0)
     assert cpu_ticks(machine.pid) - ticks <= 2
