@@ -53,9 +53,18 @@ def build_judge(reward: AnswerReward, *, max_answer_chars: int, owner: str) -> J
         case ExactReward():
             return ExactJudge(reward, max_answer_chars)
         case MathReward():
-            return MathJudge(reward, max_answer_chars, owner)
+            return ProcessJudge(
+                _MATH_FILE, "equality", timeout_s=reward.timeout_s, max_answer_chars=max_answer_chars, owner=owner
+            )
         case PatternReward():
-            return PatternJudge(reward, max_answer_chars, owner)
+            return ProcessJudge(
+                _PATTERN_FILE,
+                "matches",
+                timeout_s=reward.timeout_s,
+                max_answer_chars=max_answer_chars,
+                owner=owner,
+                pattern=reward.pattern,
+            )
         case PythonReward():
             return PythonJudge(reward, owner)
 
@@ -80,15 +89,31 @@ class ExactJudge:
         return text.casefold() if self._ignore_case else text
 
 
-class MathJudge:
-    """Asks math-verify, in a process of its own: its own time limits are signals, which only a main thread has."""
+class ProcessJudge:
+    """Asks a function of ours in a process of its own: math-verify's time limits are signals, which only a main thread
+    has, and there are texts with which a regular expression is never done."""
 
-    def __init__(self, reward: MathReward, max_answer_chars: int, owner: str) -> None:
-        """Start the process."""
-        self._max_answer_chars = max_answer_chars
-        self._owner = owner
+    def __init__(
+        self,
+        file: Path,
+        function: str,
+        *,
+        timeout_s: float,
+        max_answer_chars: int,
+        owner: str,
+        pattern: str | None = None,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            file, function: called with the question, what is right, and the answer.
+            timeout_s: seconds that a call may take.
+            max_answer_chars, owner: see `build_judge`.
+            pattern: what is right, whatever the question; None: its right answer.
+        """
+        self._max_answer_chars, self._owner, self._pattern = max_answer_chars, owner, pattern
         self._process = RewardProcess(
-            _MATH_FILE, "equality", timeout_s=reward.timeout_s, start_timeout_s=_START_TIMEOUT_S, owner=owner
+            file, function, timeout_s=timeout_s, start_timeout_s=_START_TIMEOUT_S, owner=owner
         )
 
     def __call__(self, question: str, answer: str | None, text: str) -> Score | Unscored:
@@ -96,28 +121,7 @@ class MathJudge:
         given, failure = read_answer(text, self._max_answer_chars)
         if failure is not None:
             return Score(value=0.0, reason=failure)
-        if given == (answer or "").strip():
-            return _score(1.0)
-        result = self._process.call(question, answer, given)
-        return _score(result.value) if isinstance(result, Value) else _without_value(result, self._owner)
-
-
-class PatternJudge:
-    """Matches a pattern, in a process of its own: there are texts with which an expression is never done."""
-
-    def __init__(self, reward: PatternReward, max_answer_chars: int, owner: str) -> None:
-        """Start the process."""
-        self._pattern, self._max_answer_chars, self._owner = reward.pattern, max_answer_chars, owner
-        self._process = RewardProcess(
-            _PATTERN_FILE, "matches", timeout_s=reward.timeout_s, start_timeout_s=_START_TIMEOUT_S, owner=owner
-        )
-
-    def __call__(self, question: str, answer: str | None, text: str) -> Score | Unscored:
-        """Judge one answer."""
-        given, failure = read_answer(text, self._max_answer_chars)
-        if failure is not None:
-            return Score(value=0.0, reason=failure)
-        result = self._process.call(question, self._pattern, given)
+        result = self._process.call(question, answer if self._pattern is None else self._pattern, given)
         return _score(result.value) if isinstance(result, Value) else _without_value(result, self._owner)
 
 
