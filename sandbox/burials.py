@@ -32,6 +32,8 @@ class Burials:
         await asyncio.gather(*self._burying, return_exceptions=True)
 
     async def _bury(self, instance: Instance) -> None:
-        while not instance.is_gone:
+        while True:
             await asyncio.sleep(_AGAIN_S)
-            await instance.kill()
+            await instance.kill()  # which closes what it had open, even where it is gone by now
+            if instance.is_gone:
+                return

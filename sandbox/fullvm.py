@@ -16,7 +16,7 @@ from typing import Any, Final
 from rollforward.sandbox import vm, vm_cache, vm_image
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.images import Images
-from rollforward.sandbox.qcow2 import empty_disk
+from rollforward.sandbox.qcow2 import MAX_BYTES, empty_disk
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm import Given, Layout
 from rollforward.sandbox.vm_forked import ForkedMachine
@@ -77,6 +77,10 @@ class FullVmSubstrate(MachineSubstrate[FullVm]):
                 " some"
             )
         size = -(-max(spec.limits.disk_bytes, _LEAST_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+        if size > MAX_BYTES:
+            raise SandboxUnavailableError(
+                f"limits.disk_bytes is {spec.limits.disk_bytes}, and a full VM's disk has at most {MAX_BYTES}. Lower it"
+            )
         private = (size, min(spec.limits.files, size // _BYTES_OF_A_FILE))
         if private not in self._bases:
             self._bases[private] = vm_image.build_empty(*private)

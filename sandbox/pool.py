@@ -259,10 +259,10 @@ class Pool:
         for box in tuple(self._warm):
             self._warm.remove(box)
             self._take_down(box)
+        await self._substrate.close()  # by which what is being made, or waits for its substrate to start, fails at once
         end_s = time.monotonic() + _SHUTDOWN_S
         while self._tasks and time.monotonic() < end_s:
             await asyncio.wait(tuple(self._tasks), timeout=end_s - time.monotonic())
-        await self._substrate.close()
 
     async def _make(
         self, making: _Making, sandbox_id: str, owner: str, snapshot: Snapshot | None, within_s: float

@@ -8,6 +8,8 @@ _HEADER: Final = struct.Struct(">IIQIIQIIQQIIQQQQII")
 _CLUSTER_BITS: Final = 16
 _CLUSTER_BYTES: Final = 1 << _CLUSTER_BITS
 _ENTRIES: Final = _CLUSTER_BYTES // 8
+MAX_BYTES: Final = _ENTRIES * _ENTRIES * _CLUSTER_BYTES
+"""Of a disk: as many as one cluster of tables tells of."""
 _REFCOUNT_ORDER: Final = 4
 _SPARE_CLUSTERS: Final = 64
 _USED_CLUSTERS: Final = 4
@@ -28,11 +30,11 @@ def empty_disk(size: int) -> bytes:
     """The file of a disk of so many bytes that nothing was written to.
 
     Args:
-        size: a multiple of 512, below 4 TiB.
+        size: a multiple of 512, at most `MAX_BYTES`.
     """
     num_tables = -(-size // (_CLUSTER_BYTES * _ENTRIES))
-    if size % 512 or not 0 < num_tables <= _ENTRIES:
-        raise ValueError(f"a disk of {size} bytes: it must be a multiple of 512, and below 4 TiB")
+    if size % 512 or not 0 < size <= MAX_BYTES:
+        raise ValueError(f"a disk of {size} bytes: it must be a multiple of 512, and at most {MAX_BYTES}")
     refcounts, block, tables = (number * _CLUSTER_BYTES for number in range(1, _USED_CLUSTERS))
     fields = (_MAGIC, 3, 0, 0, _CLUSTER_BITS, size, 0, num_tables, tables, refcounts, 1, 0, 0, 0, 0, 0)
     header = _HEADER.pack(*fields, _REFCOUNT_ORDER, _HEADER.size)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from rollforward.sandbox import vm, vm_cache, vm_image, vm_state
-from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.unbroken import in_thread, to_its_end
 from rollforward.sandbox.vm import MIB, Given
 from rollforward.sandbox.vm_keeper import Keeper
@@ -97,10 +97,15 @@ class ForkedMachine(Machine):
             kept.append(await in_thread(lambda: vm_state.copy(state.memory, self.layout.memory_bytes)))
             begin = state._replace(memory=kept[0])
             await self.wake(await self._take_up(template, begin, "on"), template, codes, b"")
-            await self.rehearse()
-            assert self._monitor is not None
-            async with self.quiet():
-                return await self._end_as_state(self._monitor, kept[0])
+            try:
+                await self.rehearse()
+                assert self._monitor is not None
+                async with self.quiet():
+                    return await self._end_as_state(self._monitor, kept[0])
+            except SandboxGoneError as error:
+                raise SandboxUnavailableError(
+                    f"sandbox: a machine ended while it was prepared ({error.cause.value}): {self.said(template)}"
+                ) from None
 
     async def fork(self, template: WarmTemplate, state: State) -> None:
         """Be a sandbox that goes on from what `prepare` has made. Called once, by the substrate."""
@@ -175,21 +180,22 @@ class ForkedMachine(Machine):
         filling: "asyncio.Task[None] | None" = None,
     ) -> Wires:
         """Start an emulator that takes up a state, once its memory is filled."""
-        wires, given, stream = Wires(), Given(), vm_state.again(devices)
+        stream = vm_state.again(devices)
         try:
-            number = given.number(stream)
-            await self._start(
-                template, wires, given, ["-chardev", "null,id=console", "-incoming", "defer"], memory, disk
-            )
-            self._monitor = Monitor(wires.monitor)
-            with self.telling(template):
-                await self._monitor.ignore_shared_memory()
-                if filling is not None:
-                    await asyncio.shield(filling)
-                await self._monitor.ask("migrate-incoming", uri=f"fd:{number}")
-        except BaseException:
-            wires.close()
-            raise
+            wires, given = Wires(), Given()
+            try:
+                number = given.number(stream)
+                more = ["-chardev", "null,id=console", "-incoming", "defer"]
+                await self._start(template, wires, given, more, memory, disk)
+                self._monitor = Monitor(wires.monitor)
+                with self.telling(template):
+                    await self._monitor.ignore_shared_memory()
+                    if filling is not None:
+                        await asyncio.shield(filling)
+                    await self._monitor.ask("migrate-incoming", uri=f"fd:{number}")
+            except BaseException:
+                wires.close()
+                raise
         finally:
             os.close(stream)
         return wires

@@ -42,6 +42,9 @@ from rollforward.sandbox.warm_template import WarmTemplate
 
 SYSTEM: Final = "system"
 """Serial of the disk that every machine has."""
+_COPIES: Final = 3
+"""Of each page of a guest, which all count as its emulator's: in the file that its memory begins with, even where that
+is empty (whoever touches it first pays for all who share it), as the guest has changed it, and as it is saved."""
 _EMULATOR_BYTES: Final = 192 * MIB
 _EMULATOR_THREADS: Final = 96
 """It has up to 64 that read and write disks."""
@@ -77,7 +80,13 @@ class Wires:
 
     def __init__(self) -> None:
         """Make them."""
-        pairs = [socket.socketpair() for _ in range(3)]
+        with contextlib.ExitStack() as stack:
+            pairs: list[tuple[socket.socket, socket.socket]] = []
+            for _ in range(3):
+                pairs.append(socket.socketpair())
+                for end in pairs[-1]:
+                    stack.callback(end.close)
+            stack.pop_all()
         (self.agent, self.agent_end), (self.keeper, self.keeper_end), (self.monitor, self.monitor_end) = pairs
 
     def sockets(self) -> list[tuple[str, int]]:
@@ -95,8 +104,8 @@ class Wires:
             self.close()
 
     def close(self) -> None:
-        """Close this side's ends too."""
-        for end in (self.agent, self.keeper, self.monitor):
+        """Close all ends that are not closed yet."""
+        for end in (self.agent, self.keeper, self.monitor, self.agent_end, self.keeper_end, self.monitor_end):
             end.close()
 
 
@@ -122,7 +131,7 @@ class Machine(Instance):
             make_group: makes its control group, of so many bytes and processes.
             forget: see `Instance`.
         """
-        host_bytes = guest_bytes(spec) + _EMULATOR_BYTES
+        host_bytes = _COPIES * guest_bytes(spec) + _EMULATOR_BYTES
         super().__init__(sandbox_id, spec, functools.partial(make_group, host_bytes, _EMULATOR_THREADS), forget)
         self.layout = layout
         self.uid = -1

@@ -110,9 +110,8 @@ class Monitor:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 if file >= 0:
-                    socket.send_fds(self._control, [data], [file])
-                else:
-                    await asyncio.get_running_loop().sock_sendall(self._control, data)
+                    data = data[socket.send_fds(self._control, [data], [file]) :]
+                await asyncio.get_running_loop().sock_sendall(self._control, data)
                 answer = await self._answer(question["id"])
         except (OSError, ValueError, RecursionError) as error:
             why = str(error) or f"not within {_ANSWER_S:g} s"

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from rollforward.sandbox import vm_stream
-from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
+from rollforward.sandbox.errors import SandboxError, SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.files import write_all
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -261,13 +261,13 @@ def packed(saved: Saved, stream: int, disk: Sequence[bytes], memory_bytes: int, 
     """
     size = os.fstat(stream).st_size
     try:
-        with mmap.mmap(stream, size, prot=mmap.PROT_READ) as found:
+        with refusals("a machine cannot be saved"), mmap.mmap(stream, size, prot=mmap.PROT_READ) as found:
             rest, places = vm_stream.part(found, memory_bytes)
             with memoryview(found) as view:
                 return _packed(saved, view, places, rest, disk, max_bytes)
-    except SandboxFileError:
+    except SandboxError:
         raise
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise SandboxUnavailableError(f"sandbox: an emulator has not saved a machine: {error}") from None
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ numbers that no system gives to anybody."""
 USERS: Final = 65536
 _START_TIMEOUT_S: Final = 60.0
 _ASK_TIMEOUT_S: Final = 30.0
+_END_S: Final = 5.0
 _SAID_BYTES: Final = 1 << 12
 
 
@@ -92,20 +94,23 @@ class WarmTemplate:
             if self.died.done():
                 raise SandboxUnavailableError("sandbox: the template of containers is gone; ask again")
             try:
+                os.close(os.dup(self._channel.fileno()))  # a pidfd that there is no room for would be lost
                 socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
             except OSError as error:
                 raise SandboxUnavailableError(f"sandbox: the template of containers: {error.strerror}") from None
             message, found = await self._receive(_ASK_TIMEOUT_S)
         if error := json.loads(message)["error"]:
             raise SandboxUnavailableError(f"sandbox: making a container failed: {error}")
-        (pidfd,) = found
-        return pidfd
+        if len(found) != 1:
+            raise SandboxUnavailableError("sandbox: a container was made and lost: too many files are open (ulimit -n)")
+        return found[0]
 
     def close(self) -> None:
-        """Kill it, and with it every container that it has made; returns when all are gone."""
+        """Kill it, and with it every container that it has made; returns when all are gone, or as good as that."""
         self._end()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits in the kernel for something, killed as it is
+            self._process.wait(_END_S)
         self._errors.close()
 
     def said(self) -> str:

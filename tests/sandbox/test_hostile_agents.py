@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollforward.sandbox import agent_link, outcomes, vm_monitor
+from rollforward.sandbox import agent_link, outcomes, vm_keeper, vm_monitor
 from rollforward.sandbox import instance as instance_module
 from rollforward.sandbox.agent_link import AgentLink, Parts
 from rollforward.sandbox.config import Limits, ToolConfig
@@ -680,6 +680,51 @@ async def test_sockets_of_one_that_does_not_end_are_not_closed_under_who_waits_a
     serving.cancel()
     machine._link.end(SandboxGoneError("gone", GoneCause.CLOSED))  # type: ignore[union-attr]
     for end in (wires.agent_end, wires.keeper_end, wires.monitor_end):
+        end.close()
+    emulator.close()
+
+
+@pytest.mark.parametrize("how", ["late", "cancelled", "nonsense", "two at once", "gone"])
+@on_loop
+async def test_an_answer_of_a_first_process_is_no_answer_to_a_later_question(how: str) -> None:
+    ours, end = socket.socketpair()
+    keeper, answer = Keeper(ours), message({"ooms": 7, "blobs": []})
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "cancelled":
+            asking = asyncio.create_task(keeper.renew())
+            await asyncio.sleep(0.02)
+            asking.cancel()
+            await asyncio.wait([asking])
+        else:
+            if how == "late":
+                patch.setattr(vm_keeper, "_ANSWER_S", 0.02)
+            elif how == "gone":
+                end.close()
+            else:
+                end.sendall(answer * 2 if how == "two at once" else message([]))
+            with pytest.raises(SandboxUnavailableError, match=r"did not|ended before"):
+                await keeper.renew()
+    with contextlib.suppress(OSError):
+        end.sendall(answer)
+    with pytest.raises(SandboxUnavailableError, match="not asked any more"):
+        await keeper.renew()
+    keeper.close()
+    end.close()
+
+
+@on_loop
+async def test_a_machine_whose_first_process_does_not_answer_is_given_up() -> None:
+    emulator, given_up = Emulator(), list[str]()
+    machine, wires = await _standing(emulator)
+    machine._signal = lambda: given_up.append("lost")  # type: ignore[method-assign]
+    serving = asyncio.create_task(emulator.serve(_answers))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vm_keeper, "_ANSWER_S", 0.05)
+        await machine.resume()
+    assert given_up == ["lost"]
+    serving.cancel()
+    machine._link.end(SandboxGoneError("gone", GoneCause.CLOSED))  # type: ignore[union-attr]
+    for end in (wires.agent_end, wires.keeper_end, wires.monitor_end, wires.keeper):
         end.close()
     emulator.close()
 

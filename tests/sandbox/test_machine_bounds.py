@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollforward.sandbox import fullvm, qcow2
@@ -62,6 +63,12 @@ def test_a_machine_has_as_many_disks_as_it_says_and_no_more(world: MachineWorld)
     world.do(machine.kill())
     with pytest.raises(SandboxUnavailableError, match=f"{MOST + 1} layers, .* room for {MOST}"):
         world.create(image="more")
+
+
+def test_a_disk_that_is_too_large_is_refused(world: MachineWorld) -> None:
+    limits = msgspec.structs.replace(SMALL, disk_bytes=qcow2.MAX_BYTES + 1)
+    with pytest.raises(SandboxUnavailableError, match=r"limits\.disk_bytes is .* at most .* Lower it"):
+        world.create(limits)
 
 
 def test_an_emulator_that_writes_without_end_is_stopped_by_its_limit(world: MachineWorld) -> None:

@@ -1,23 +1,30 @@
 """Proves: a machine that is saved while it hears or says something goes on as one that was saved between two messages,
-and so does its ancestor; nobody says anything to an agent that is to be quiet; and nothing is booted to go on.
+and so does its ancestor; nobody says anything to an agent that is to be quiet; nothing is booted to go on; and whatever
+goes wrong meanwhile, the end of a machine or a lack of something, has its own error and leaves nothing.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import os
+import resource
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from rollforward.sandbox import vm_machine
+from rollforward.sandbox import vm_keeper, vm_machine
 from rollforward.sandbox.agent_link import AgentLink
-from rollforward.sandbox.errors import GoneCause, SandboxGoneError
+from rollforward.sandbox.errors import GoneCause, SandboxGoneError, SandboxUnavailableError
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.types import ExecRequest, ExecStatus
 from rollforward.sandbox.vm_forked import ForkedMachine
+from rollforward.sandbox.vm_monitor import Monitor
+from rollforward.sandbox.vm_state import close_all
+from tests.helpers.containers import SMALL
 from tests.helpers.machines import MachineWorld
 from tests.helpers.supervisors import on_loop
 
@@ -60,6 +67,22 @@ def test_one_that_is_saved_in_the_middle_of_messages_goes_on(world: MachineWorld
     assert world.sh(machine, "echo well").stdout == b"well\n"
 
 
+def test_one_that_uses_all_the_memory_that_it_may_lives_is_saved_and_goes_on(world: MachineWorld) -> None:
+    size = 450 * MIB
+    machine = world.create(msgspec.structs.replace(SMALL, memory_bytes=size + 100 * MIB, wall_s=150.0))
+    script = f"import time\nx = bytearray(b'x') * {size}\nopen('done', 'w').close()\ntime.sleep(1000)"
+    running = world.loop.create_task(machine.exec(ExecRequest(argv=("python3", "-c", script))))
+    while not world.do(machine.download(["done"], max_bytes=1)):
+        assert not running.done(), running.result()
+    saved = world.do(machine.save(max_bytes=MAX_BYTES))
+    assert len(saved) > size
+    again = world.create(machine.spec.limits, saved=saved)
+    for one in (machine, again):
+        assert world.sh(one, "echo well").stdout == b"well\n"
+        world.do(one.kill())
+    assert world.do_died(machine) == GoneCause.CLOSED
+
+
 def test_one_goes_on_where_none_has_booted(world: MachineWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     first = world.create()
     world.sh(first, "echo kept > x")
@@ -94,6 +117,99 @@ def test_one_whose_agent_does_not_come_to_the_end_of_a_message_is_lost(
 async def _heard(reader: asyncio.StreamReader) -> frames.Head:
     (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
     return frames.unpack(await reader.readexactly(size))[0]
+
+
+@pytest.mark.parametrize("killed", ["closed", "lost"])
+def test_one_that_ends_while_it_is_saved_is_gone(
+    world: MachineWorld, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    for command in ("stop", "getfd", "query-migrate", "cont"):
+        machine = world.create()
+        ask = Monitor.ask
+        has_ended = False
+
+        async def end_first(monitor: Monitor, asked: str, **more: Any) -> Any:
+            nonlocal has_ended
+            if asked == command and not has_ended:  # noqa: B023
+                has_ended = True
+                if killed == "closed":
+                    ending.append(asyncio.ensure_future(machine.kill()))  # noqa: B023
+                else:
+                    os.kill(machine.pid, signal.SIGKILL)  # noqa: B023
+            return await ask(monitor, asked, **more)  # noqa: B023
+
+        ending: list[asyncio.Future[None]] = []
+        cause = GoneCause.CLOSED if killed == "closed" else GoneCause.LOST
+        with monkeypatch.context() as patch:
+            patch.setattr(Monitor, "ask", end_first)
+            if command == "cont":  # it has been taken by then
+                assert world.do(machine.save(max_bytes=MAX_BYTES))
+            else:
+                with pytest.raises(SandboxGoneError) as raised:
+                    world.do(machine.save(max_bytes=MAX_BYTES))
+                assert raised.value.cause == cause
+        assert has_ended
+        assert world.do_died(machine) == cause
+        world.do(machine.kill())
+        assert machine.is_gone
+
+
+def test_whatever_the_system_refuses_is_told_and_leaves_no_descriptor(world: MachineWorld) -> None:
+    world.do(world.create().kill())
+    machine = world.create()
+    spec = machine.spec
+    for room in range(24):
+        before = os.listdir("/proc/self/fd")
+        made = None
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 1 + room, hard))
+        free = [os.dup(0) for _ in range(max(map(int, before)) + 1 - len(before))]  # numbers below that are free
+        try:
+            if room == 0:
+                with pytest.raises(SandboxUnavailableError, match=r"cannot be saved: Too many open files.*ulimit"):
+                    world.do(machine.save(max_bytes=MAX_BYTES))
+            with contextlib.suppress(SandboxUnavailableError):
+                made = world.do(world.substrate.create(f"few-{room}", spec))
+        finally:
+            close_all(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for one in (made, world.substrate.left(f"few-{room}")):
+            if one is not None:
+                world.do(one.kill())
+                assert one.is_gone
+        world.do(asyncio.sleep(0.01))
+        assert sorted(os.listdir("/proc/self/fd")) == sorted(before), room
+        if made is not None:
+            break
+    assert made is not None
+    assert world.sh(machine, "echo well").stdout == b"well\n"
+    world.do(machine.kill())
+
+
+def test_one_that_ends_while_its_kind_is_prepared_cannot_be_made(
+    world: MachineWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def end(machine: ForkedMachine) -> None:
+        os.kill(machine.pid, signal.SIGKILL)
+        await asyncio.wait([machine.died])
+
+    limits = msgspec.structs.replace(SMALL, output_bytes=4099)  # a kind of its own
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkedMachine, "rehearse", end)
+        with pytest.raises(SandboxUnavailableError, match="ended while it was prepared"):
+            world.create(limits)
+    world.do(world.create(limits).kill())
+
+
+def test_one_whose_first_process_does_not_answer_is_lost(world: MachineWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = world.create()
+    with monkeypatch.context() as patch:
+        patch.setattr(vm_keeper, "_ANSWER_S", 1e-6)
+        assert world.do(machine.save(max_bytes=MAX_BYTES)), "it had been taken by then"
+    assert world.do_died(machine) == GoneCause.LOST
+    with pytest.raises(SandboxGoneError):
+        world.do(machine.save(max_bytes=MAX_BYTES))
+    world.do(machine.kill())
 
 
 @on_loop
