@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from rollforward.sandbox.inside import command, files, frames, native, root, snapshots, system
+from rollforward.sandbox.inside import command, files, frames, hearing, native, root, snapshots, system
 from rollforward.sandbox.inside.answers import Tools, describe, import_tool
 from rollforward.sandbox.inside.running import CHUNK_BYTES, Running, make_pipes
 
@@ -99,7 +99,7 @@ def serve(come_up: Callable[[], "Agent"]) -> None:
 
 
 def _come_up(request: dict[str, Any]) -> "Agent":
-    setup, codes = receive(_CONTROL)
+    setup, codes = hearing.receive(_CONTROL)
     os.umask(0o022)
     socket.sethostname("sandbox")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as lo:
@@ -135,35 +135,6 @@ def _restore(upper: int) -> None:
 
 def _say(head: frames.Head, *blobs: bytes) -> None:
     system.write_all(_CONTROL, frames.pack(head, *blobs))
-
-
-def receive(control: int) -> tuple[frames.Head, list[bytes]]:
-    """The next message. Ends the process where there is none."""
-    try:
-        (size,) = frames.LENGTH.unpack(system.read_exactly(control, frames.LENGTH.size))
-        return frames.unpack(system.read_exactly(control, size))
-    except (EOFError, OSError):
-        os._exit(0)  # the host has closed, or is gone
-
-
-def receive_all(control: int) -> list[tuple[frames.Head, list[bytes]]]:
-    """The messages that have come, one at least; the rest of one that has come in part is waited for. Ends the process
-    where there is none."""
-    found: list[tuple[frames.Head, list[bytes]]] = []
-    start = 0
-    try:
-        data = os.read(control, CHUNK_BYTES)
-        while not found or start < len(data):
-            if (missing := start + frames.LENGTH.size - len(data)) > 0:
-                data += system.read_exactly(control, missing)
-            end = start + frames.LENGTH.size + frames.LENGTH.unpack_from(data, start)[0]
-            if end > len(data):
-                data += system.read_exactly(control, end - len(data))
-            found.append(frames.unpack(data[start + frames.LENGTH.size : end]))
-            start = end
-    except (EOFError, OSError):
-        os._exit(0)  # the host has closed, or is gone
-    return found
 
 
 class Agent:
@@ -215,7 +186,7 @@ class Agent:
                 self._pipes = make_pipes()
         for descriptor, event in self._poller.poll(self._wait_ms()):
             if descriptor == _CONTROL:
-                self._asked.extend(receive_all(_CONTROL))
+                self._asked.extend(hearing.receive_all(_CONTROL))
                 while self._asked:
                     self._take(*self._asked.popleft())
             elif (running := self._owners.get(descriptor)) is not None:
@@ -266,7 +237,7 @@ class Agent:
                 case "hold":
                     self._answer(request, {})
                     if not self._asked:  # until the next it says nothing, and between two messages it may be saved
-                        self._asked.extend(receive_all(_CONTROL))
+                        self._asked.extend(hearing.receive_all(_CONTROL))
                     self._asked.popleft()
                 case operation:
                     self._answer(request, {"error": f"there is no operation {operation}"})

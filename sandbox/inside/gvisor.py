@@ -25,7 +25,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, files, frames, root, snapshots, system
+from rollforward.sandbox.inside import files, frames, hearing, root, snapshots, system
 
 _BASE, _BUNDLE = f"{root.PLACE}/base", f"{root.PLACE}/bundle"
 _PROGRAMS: Final = "/program"
@@ -52,7 +52,7 @@ def main(request: dict[str, Any], descriptors: list[int]) -> None:
     try:
         upper = root.lay(request, lambda upper: restore(upper, snapshot))
     except files.FileError as error:
-        agent.receive(control)  # what is not read when this ends would be told as a broken connection
+        hearing.receive(control)  # what is not read when this ends would be told as a broken connection
         system.write_all(control, frames.pack({"id": 0, "kind": "snapshot", "error": str(error)}))
         return
     _lay_base(request["shows"])
@@ -137,7 +137,7 @@ def _serve(host: int, child: int, upper: int) -> None:
     for descriptor in (host, child):
         poller.register(descriptor, select.POLLIN)
     while child not in [descriptor for descriptor, _ in poller.poll()]:
-        request, blobs = agent.receive(host)
+        request, blobs = hearing.receive(host)
         head: frames.Head = {}
         try:
             if request["op"] == "verify":

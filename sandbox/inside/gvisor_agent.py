@@ -20,7 +20,7 @@ import signal
 from collections.abc import Iterable
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, command, frames, system
+from rollforward.sandbox.inside import agent, command, frames, hearing, system
 from rollforward.sandbox.inside.answers import Tools
 from rollforward.sandbox.inside.gvisor import SANDBOX, SHARED
 from rollforward.sandbox.inside.seccomp import Filter
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _come_up() -> agent.Agent:
-    setup, codes = agent.receive(_CONTROL)
+    setup, codes = hearing.receive(_CONTROL)
     os.umask(0o022)
     _make_devices(f"{SANDBOX}/dev")
     tools = agent.load_tools(setup["tools"], codes)

@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, frames, native, root, system, template
+from rollforward.sandbox.inside import agent, frames, hearing, native, root, system, template
 
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x4008_5203, 0x5207
 _FINIT_MODULE: Final = {"x86_64": 313, "aarch64": 273}
@@ -211,7 +211,7 @@ def _programs(prefix: str) -> list[str]:
 
 def _serve(control: int, keeper: int, programs: list[str]) -> None:
     """Wait to be woken, have an agent serve the host, and tell how it ended."""
-    wake, _ = agent.receive(keeper)
+    wake, _ = hearing.receive(keeper)
     _renew(wake)
     Path(_GROUP, "memory.max").write_text(str(wake["memory_bytes"]))
     Path(_GROUP, "pids.max").write_text(str(wake["processes"]))
@@ -237,7 +237,7 @@ def _serve(control: int, keeper: int, programs: list[str]) -> None:
     poller.register(keeper, select.POLLIN)
     while pidfd not in (ready := [descriptor for descriptor, _ in poller.poll()]):
         if keeper in ready:
-            _renew(agent.receive(keeper)[0])
+            _renew(hearing.receive(keeper)[0])
             system.write_all(keeper, frames.pack({"ooms": agent.oom_kills(events)}))
     os.waitpid(pid, 0)
     if kills := agent.oom_kills(events):
@@ -259,7 +259,7 @@ def _take_snapshot(control: int, parts: int) -> int:
         return -1
     descriptor = os.memfd_create("snapshot", os.MFD_CLOEXEC)
     for _ in range(parts):
-        _, (data,) = agent.receive(control)
+        _, (data,) = hearing.receive(control)
         system.write_all(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
