@@ -240,8 +240,9 @@ class Machine(Instance):
         limits = {**msgspec.to_builtins(self.spec.limits), "is_group_limited": True}
         told = {"limits": {**limits, "pace": _PACE[self.layout.accelerator]}, "tools": list(self._tools)}
         try:
-            for message in self._waking(snapshot):
-                await self._keeper.tell(message)
+            with self.telling(template):
+                for message in self._waking(snapshot):
+                    await self._keeper.tell(message)
             await self._greet(wires.agent, [(told, codes)], _SETUP_TIMEOUT_S)
         except (SandboxGoneError, TimeoutError, OSError):
             raise SandboxUnavailableError(f"sandbox: a machine did not come up: {self.said(template)}") from None

@@ -222,7 +222,7 @@ async def test_an_answer_to_an_ancestors_question_is_no_answer() -> None:
     reader, writer = await asyncio.open_unix_connection(sock=wires.agent_end)
     link = machine._link
     assert link is not None
-    asking = asyncio.create_task(link.ask({"op": "exec"}))
+    asking = asyncio.create_task(link.ask({"op": "verify"}))
     assert (await _heard(reader))["op"] == "go on"
     number = (await _heard(reader))["id"]
     assert 1 << 20 < number < 1 << 53

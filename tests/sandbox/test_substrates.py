@@ -86,7 +86,8 @@ def test_a_supervisor_that_is_told_to_end_while_a_kernel_is_downloaded_leaves_no
     programs = tmp_path / "programs"
     programs.mkdir()
     (programs / "apt-cache").write_text("#!/bin/sh\necho '  Depends: linux-image-6.1.0-1-cloud-amd64'\n")
-    (programs / "apt-get").write_text(f"#!/bin/sh\nsleep {LONG_S}.25 &\nwait\n")
+    download = f"sleep {LONG_S}.{os.getpid()}"
+    (programs / "apt-get").write_text(f"#!/bin/sh\n{download} &\nwait\n")
     for program in programs.iterdir():
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
@@ -94,7 +95,7 @@ def test_a_supervisor_that_is_told_to_end_while_a_kernel_is_downloaded_leaves_no
     stage = Stage(tmp_path, monkeypatch)
 
     def downloads() -> list[int]:
-        return [pid for pid in pids() if f"sleep {LONG_S}.25" in command(pid)]
+        return [pid for pid in pids() if command(pid) == download]
 
     async def go() -> None:
         async with stage.client(create_timeout_s=60.0) as client:
@@ -124,14 +125,16 @@ async def test_work_comes_to_its_end_however_often_its_asker_is_cancelled() -> N
         raise KeyError
 
     asking = [asyncio.create_task(in_thread(may.wait)), asyncio.create_task(to_its_end(work()))]
-    for _ in range(5):
-        await asyncio.sleep(0.01)
-        for one in asking:
-            assert not one.done()
-            one.cancel()
-    may.set()
-    done.set()
-    await asyncio.wait(asking)
+    try:
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            for one in asking:
+                assert not one.done()
+                one.cancel()
+    finally:
+        may.set()
+        done.set()
+        await asyncio.wait(asking)
     assert all(one.cancelled() for one in asking)
     assert await in_thread(lambda: 42) == 42
     assert await left_alone(lambda: 42) == 42
