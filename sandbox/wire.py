@@ -253,8 +253,10 @@ def answer(result: object) -> bytes:
 
 
 def refusal(error: Exception) -> bytes:
-    """An answer that holds an error; what is no SandboxError becomes one of the connection."""
-    kind = type(error).__name__ if isinstance(error, SandboxError) else SandboxConnectionError.__name__
+    """An answer that holds an error, as the nearest of its kinds that everybody knows; what is no SandboxError becomes
+    one of the connection."""
+    known = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    kind = next(known, SandboxConnectionError.__name__)
     message = (
         str(error) if isinstance(error, SandboxError) else f"the supervisor failed: {type(error).__name__}: {error}"
     )

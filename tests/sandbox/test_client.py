@@ -29,6 +29,8 @@ from rollforward.sandbox.errors import (
 )
 from rollforward.sandbox.homes import supervisor_id
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus, PoolStats, SandboxSpec
+from rollforward.sandbox.vm_machine import BootError
+from rollforward.sandbox.vm_monitor import MonitorLostError
 from tests.helpers.supervisors import Stage, config, on_loop, sh
 
 
@@ -406,6 +408,15 @@ def test_every_error_keeps_its_type_and_sentence(kind: type) -> None:
         if isinstance(caught.value, SandboxGoneError):
             assert caught.value.cause == cause
         assert str(pickle.loads(pickle.dumps(error))) == "what happened"
+
+
+@pytest.mark.parametrize("kind", [BootError, MonitorLostError])
+def test_an_error_of_one_module_comes_as_the_one_that_everybody_knows(kind: type[SandboxError]) -> None:
+    with pytest.raises(SandboxUnavailableError, match="what happened") as caught:
+        wire.result(wire.refusal(kind("what happened")), type(None))
+    assert type(caught.value) is SandboxUnavailableError
+    with pytest.raises(SandboxConnectionError, match="the supervisor failed: ZeroDivisionError: what happened"):
+        wire.result(wire.refusal(ZeroDivisionError("what happened")), type(None))
 
 
 def test_counters_add_up() -> None:
