@@ -186,9 +186,7 @@ class Agent:
                 self._pipes = make_pipes()
         for descriptor, event in self._poller.poll(self._wait_ms()):
             if descriptor == _CONTROL:
-                self._asked.extend(hearing.receive_all(_CONTROL))
-                while self._asked:
-                    self._take(*self._asked.popleft())
+                self._take_all(hearing.receive_all(_CONTROL))
             elif (running := self._owners.get(descriptor)) is not None:
                 self._look(running, descriptor, event)
 
@@ -218,6 +216,12 @@ class Agent:
 
     def _answer(self, request: frames.Head, head: frames.Head, *blobs: bytes) -> None:
         _say({"id": request["id"], **head}, *blobs)
+
+    def _take_all(self, asked: list[tuple[frames.Head, list[bytes]]]) -> None:
+        """Take requests, and those that come with the end of a pause."""
+        self._asked.extend(asked)
+        while self._asked:
+            self._take(*self._asked.popleft())
 
     def _take(self, request: frames.Head, blobs: list[bytes]) -> None:
         try:
@@ -312,7 +316,7 @@ class Agent:
         message = around.message()
         process.is_ready = bool(around.is_ready)
         if state == native.OTHER:
-            self._take(*frames.unpack(message + system.read_exactly(_CONTROL, around.size - len(message))))
+            self._take_all([hearing.receive_rest(_CONTROL, message, around.size)])
             return
         self._spare = None
         request, _ = frames.unpack(message)

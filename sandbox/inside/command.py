@@ -167,9 +167,8 @@ class Room:
             os.dup2(channel, _CHANNEL, inheritable=False)
         os.closerange(_CHANNEL + 1, 1 << 16)
         self._see()
-        null = os.open(
-            "/dev/null", os.O_RDWR
-        )  # the image's: the agent's own lies on a mount that has no place any more
+        # The image's: the agent's own lies on a mount that has no place any more.
+        null = os.open("/dev/null", os.O_RDWR)
         for descriptor in range(_STREAMS):
             os.dup2(null, descriptor)
         os.close(null)
@@ -269,7 +268,6 @@ def _lead(request: bytes, descriptors: list[int], stays: bool) -> None:
     told = program.unpack(request[1:])
     used_s = 0.0
     try:
-        os.chdir(told.directory)
         pid = _spawn(told, descriptors)
     except OSError as error:
         is_absent = error.errno in (errno.ENOENT, errno.ENOTDIR)
@@ -290,16 +288,18 @@ def _lead(request: bytes, descriptors: list[int], stays: bool) -> None:
 
 
 def _spawn(told: program.Program, descriptors: list[int]) -> int:
-    """Start a program, in a session of its own, which is found as a shell would find it."""
+    """Start a program, in its directory and a session of its own, which is found as a shell would find it."""
+    if not told.argv:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    os.chdir(told.directory)
+    if not told.name:  # of which Python would say something else
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
     actions: list[Any] = [
         (os.POSIX_SPAWN_DUP2, descriptor, place)
         for place, descriptor in enumerate(descriptors, _STREAMS - len(descriptors))
     ]
     if len(descriptors) < _STREAMS:
         actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
-    for is_so, number in ((not told.argv, errno.EINVAL), (not told.name, errno.ENOENT)):
-        if is_so:
-            raise OSError(number, os.strerror(number))
     system.look_in(told.environment[b"PATH"])
     try:
         return os.posix_spawnp(told.name, told.argv, told.environment, file_actions=actions, setsid=True)

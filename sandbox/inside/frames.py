@@ -51,6 +51,8 @@ def unpack(data: bytes, *, max_head_bytes: int = MAX_BYTES) -> tuple[Head, list[
         if size == _NO_JSON:
             _, number, wall_s, stdin_bytes = _COMMAND.unpack_from(data)
             rest = data[_COMMAND.size :]
+            if stdin_bytes > len(rest):
+                raise ValueError("no message: its input has more bytes than it")
             return {"op": "exec", "id": number, "wall_s": wall_s}, [rest[:stdin_bytes], rest[stdin_bytes:]]
         if size > max_head_bytes:
             raise ValueError(f"no message: its JSON has {size} bytes")

@@ -10,9 +10,17 @@ def receive(control: int) -> tuple[frames.Head, list[bytes]]:
     """The next message. Ends the process where there is none."""
     try:
         (size,) = frames.LENGTH.unpack(system.read_exactly(control, frames.LENGTH.size))
-        return frames.unpack(system.read_exactly(control, size))
     except (EOFError, OSError):
         os._exit(0)  # the host has closed, or is gone
+    return receive_rest(control, b"", size)
+
+
+def receive_rest(control: int, begun: bytes, size: int) -> tuple[frames.Head, list[bytes]]:
+    """The message of so many bytes that begins like this. Ends the process where the rest does not come."""
+    try:
+        return frames.unpack(begun + system.read_exactly(control, size - len(begun)))
+    except (EOFError, OSError):
+        os._exit(0)  # as above
 
 
 def receive_all(control: int) -> list[tuple[frames.Head, list[bytes]]]:

@@ -67,11 +67,12 @@ bool read_all(int from, char *to, size_t size) {
   return true;
 }
 
+// Ends the process where it cannot: of half an answer the rest would be the next one's.
 void write_all(int to, const char *data, size_t size) {
   while (size > 0) {
     ssize_t done = write(to, data, size);
     if (done < 0 && errno == EINTR) continue;
-    if (done <= 0) return;
+    if (done <= 0) _exit(1);
     data += done;
     size -= done;
   }
@@ -85,12 +86,12 @@ bool receive(int channel, char *first, Message *message) {
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   header.msg_control = told;
-  header.msg_controllen = sizeof told;
+  header.msg_controllen = CMSG_LEN(kStreams * sizeof(int));  // with what aligns the next one, there would be room for four
   ssize_t got;
   do got = recvmsg(channel, &header, MSG_CMSG_CLOEXEC);
   while (got < 0 && errno == EINTR);
   message->count = 0;
-  if (got <= 0) return false;
+  if (got <= 0 || header.msg_flags & MSG_CTRUNC) return false;
   for (cmsghdr *rights = CMSG_FIRSTHDR(&header); rights; rights = CMSG_NXTHDR(&header, rights)) {
     message->count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
     memcpy(message->descriptors, CMSG_DATA(rights), message->count * sizeof(int));
@@ -108,11 +109,11 @@ bool receive(int channel, char *first, Message *message) {
     if (!message->data) return false;
     memcpy(message->data, first + sizeof message->size, have);
   }
-  return read_all(channel, message->data + have, message->size - have);
+  return have <= message->size && read_all(channel, message->data + have, message->size - have);
 }
 
 // u32 arguments | u32 strings | the strings, each with a NUL behind it: directory, arguments, environment.
-// False where the strings are not so many, or memory is short; `command->argv[0]` is there all the same.
+// False where the strings are not so many; `command->argv[0]` is there all the same.
 bool parse(char *data, uint32_t size, Command *command) {
   static char nothing[1] = "";
   static char *none[] = {nothing, nullptr};
@@ -125,7 +126,7 @@ bool parse(char *data, uint32_t size, Command *command) {
   data += 8;
   for (const char *at = data; at < end; ++at) found += *at == 0;
   char **words = command->words = static_cast<char **>(malloc((found + 1ull) * sizeof(char *)));
-  if (!words) return false;
+  if (!words) _exit(1);  // no doing of the command's
   command->directory = data;
   for (uint32_t i = 0; (data += strlen(data) + 1) < end; ++i) {
     words[i < arguments ? i : i + 1] = data;
@@ -209,9 +210,10 @@ void run(int channel, const Message &message, bool stays) {
   } else {
     int status;
     rusage used;
-    pid_t done;
-    do done = wait4(-1, &status, 0, &used);
-    while (done != pid && (done > 0 || errno == EINTR));
+    for (pid_t done = 0; done != pid;) {
+      done = wait4(-1, &status, 0, &used);
+      if (done < 0 && errno != EINTR) _exit(1);
+    }
     report.code = WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
     report.cpu_s = seconds(used);
   }
@@ -265,7 +267,7 @@ bool make_pipes(int *pipes) {
   return true;
 }
 
-// Gives a process a command; false where it is gone.
+// Gives a process a command; false where it is gone, or is from now on because it was given half of one.
 bool give(int channel, char *program, uint32_t size, const int *pipes) {
   struct __attribute__((packed)) {
     uint32_t size;
@@ -283,7 +285,10 @@ bool give(int channel, char *program, uint32_t size, const int *pipes) {
   rights->cmsg_type = SCM_RIGHTS;
   rights->cmsg_len = CMSG_LEN(2 * sizeof(int));
   memcpy(CMSG_DATA(rights), pipes + 2, 2 * sizeof(int));
-  return sendmsg(channel, &header, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof head + size);
+  ssize_t sent = sendmsg(channel, &header, MSG_NOSIGNAL);
+  if (sent == static_cast<ssize_t>(sizeof head + size)) return true;
+  if (sent > 0) shutdown(channel, SHUT_RDWR);
+  return false;
 }
 
 // Reads what a command's process and the command say, until its end has been reported and all has been read: then true.
@@ -305,12 +310,12 @@ bool follow(Round *round, int wanted, double end_s, char *bytes) {
     bool has_reported = round->sizes[0] == wanted;
     for (int i = 1; i < 3; ++i) {
       if (polled[i].fd < 0 || !(polled[i].revents || has_reported)) continue;
-      ssize_t got = 1;
-      while (got > 0) {
+      ssize_t got;
+      do {
         if (round->sizes[i] == round->room) return false;
         got = read(polled[i].fd, bytes + i * kFirstBytes + round->sizes[i], round->room - round->sizes[i]);
         if (got > 0) round->sizes[i] += got;
-      }
+      } while (got > 0 && has_reported);  // before that, one who writes without end would have nothing else looked at
       if (got < 0 && errno != EAGAIN) return false;
       if (got == 0) polled[i].fd = -1;
     }
@@ -321,13 +326,15 @@ bool follow(Round *round, int wanted, double end_s, char *bytes) {
 
 bool is_full(int upper) {
   struct statvfs room;
-  return fstatvfs(upper, &room) == 0 && (room.f_bavail < 1 || room.f_favail < 1);
+  if (fstatvfs(upper, &room) != 0) _exit(1);
+  return room.f_bavail < 1 || room.f_favail < 1;
 }
 
 long oom_kills(int events) {
   char text[4096];
   ssize_t got = pread(events, text, sizeof text - 1, 0);
-  text[got > 0 ? got : 0] = 0;
+  if (got < 0) _exit(1);
+  text[got] = 0;
   const char *found = strstr(text, "\noom_kill ");
   return found ? atol(found + strlen("\noom_kill ")) : 0;
 }
@@ -389,7 +396,7 @@ int attend(Round *round, char *frame, char *bytes) {
     round->size = head[0];
     round->have = sizeof head[1];
     memcpy(frame, &head[1], sizeof head[1]);
-    if (head[1] != kNoJson || head[0] > kFirstBytes || !has_pipes) return kOther;
+    if (head[1] != kNoJson || head[0] < sizeof(Asked) || head[0] > kFirstBytes || !has_pipes) return kOther;
     if (!read_all(round->control, frame + round->have, round->size - round->have)) _exit(0);
     round->have = round->size;
     Asked asked;

@@ -1,10 +1,14 @@
 """Proves: machine code (`sandbox/inside/native.cc`) runs commands as the Python of containers does, to the last byte,
-at the edges of what a program can be given, of what it says and of how it ends; and the two ways take turns.
+at the edges of what a program can be given, of what it says and of how it ends; the two ways take turns; and whatever
+is wrong with a message, a descriptor or a socket, no command is run by half, and no answer is half a one.
 """
 
 import asyncio
+import os
+import socket
+import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,7 +16,7 @@ import pytest
 
 from rollforward.sandbox import vm_cache, vm_image
 from rollforward.sandbox.errors import SandboxUnavailableError
-from rollforward.sandbox.inside import frames, program
+from rollforward.sandbox.inside import command, frames, hearing, native, program, system
 from rollforward.sandbox.instance import Instance
 from rollforward.sandbox.types import ExecRequest, ExecResult
 from tests.helpers.containers import SMALL, World
@@ -50,6 +54,8 @@ COMMANDS = {
     "a NUL in a name": ExecRequest(argv=("a\0b",)),
     "a NUL in a variable": ExecRequest(argv=("env",), env={"A": "b\0C=d"}),
     "a NUL in a directory": ExecRequest(argv=("pwd",), cwd="/\0bin"),
+    "a NUL, and no such directory": ExecRequest(argv=("a\0b",), cwd="/absent"),
+    "no program, and no such directory": ExecRequest(argv=("",), cwd="/absent"),
     "a variable without a name": ExecRequest(argv=("env",), env={"": "x"}),
     "a variable with a sign": ExecRequest(argv=("env",), env={"A=B": "x"}),
     "all variables": ExecRequest(argv=("env",), env={"A": "b=c", "HOME": "/tmp", "E": ""}),
@@ -142,6 +148,189 @@ def test_a_command_that_comes_while_another_runs_does_not_wait_for_it(world: Mac
     assert world.do(_all([long]))[0].stdout == b"seen\n"
 
 
+def test_commands_that_have_waited_for_a_machine_to_be_saved_are_answered(
+    world: MachineWorld, machine: Instance
+) -> None:
+    async def held(number: int) -> list[ExecResult]:
+        async with machine._asked().quiet():
+            waiting = [asyncio.create_task(machine.exec(sh(f"echo {number} {late}"))) for late in range(3)]
+            await asyncio.sleep(0.01)
+        return await _all(waiting)  # what ends the pause and they reach the agent together
+
+    for number in range(10):
+        results = world.do(held(number), within_s=30.0)
+        assert [result.stdout for result in results] == [b"%d %d\n" % (number, late) for late in range(3)]
+
+
+ASKED = frames.pack({"op": "exec", "id": 7, "wall_s": 1.0}, b"", b"x" * 60_000)
+REPORTED = command.REPORT.pack(True, 3, 0.5)
+
+
+def apart(act: Callable[[], int], namespaces: int = 0) -> int:
+    """A process that acts, with the machine code, and ends with what comes of that for its status; its number."""
+    library = str(vm_image.build_native())
+    pid = system.fork(namespaces)[0] if namespaces else os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            native.load(library)
+            status = act()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Agent:
+    """A process that attends, the host's end of its socket, and that of the process around commands."""
+
+    def __init__(self, events: int = -1, within_s: float = 0.0) -> None:
+        self.host, control = socket.socketpair()
+        self.channel, around = socket.socketpair()
+        if within_s:  # as much as fits is sent within that time
+            around.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+            around.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(1e6 * within_s)))
+
+        def act() -> int:
+            self.host.close()
+            self.channel.close()
+            upper = os.open("/", os.O_RDONLY)
+            state = native.attend(native.Round(control.fileno(), around.fileno(), upper, events, True, CHUNK, 10.0))
+            assert state == native.OTHER
+            try:
+                around.send(b"more")
+            except BrokenPipeError:
+                return 20
+            return 21
+
+        self.pid = apart(act)
+        control.close()
+        around.close()
+
+
+def answer_of(host: socket.socket) -> tuple[frames.Head, list[bytes]]:
+    data = b""
+    while len(data) < 4 or len(data) < 4 + frames.LENGTH.unpack_from(data)[0]:
+        data += host.recv(CHUNK)
+    return frames.unpack(data[4:])
+
+
+def test_an_agent_answers_in_pieces_of_whatever_size_it_hears(tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\nhigh 0\nmax 0\noom 0\noom_kill 5\noom_group_kill 0\n")
+    descriptor = os.open(events, os.O_RDONLY)
+    agent = Agent(descriptor)
+    for sizes in (1, 7, 5000, len(ASKED)):
+        for start in range(0, 24 if sizes == 1 else len(ASKED), sizes):
+            agent.host.sendall(ASKED[start : start + sizes])
+        agent.host.sendall(ASKED[24:] if sizes == 1 else b"")
+        message, descriptors, _, _ = socket.recv_fds(agent.channel, 2 * CHUNK, 4)
+        while len(message) < 4 + 1 + 60_000:
+            message += agent.channel.recv(CHUNK)
+        assert message == frames.LENGTH.pack(60_001) + b"x" * 60_001
+        for end, said in zip(descriptors, (b"out", b"err"), strict=True):
+            os.write(end, said)
+        agent.channel.sendall(REPORTED[:6])
+        agent.channel.sendall(REPORTED[6:])
+        head, blobs = answer_of(agent.host)
+        assert (head["id"], head["leader"], head["leader_cpu_s"], head["ooms"]) == (7, 3, 0.5, 5)
+        assert blobs == [b"out", b"err"]
+        for end in descriptors:
+            os.close(end)
+    agent.host.close()
+    assert status_of(agent.pid) == 0
+    os.close(descriptor)
+
+
+def test_an_agent_that_cannot_say_all_of_an_answer_ends() -> None:
+    agent = Agent()
+    agent.channel.sendall(REPORTED)
+    agent.host.sendall(ASKED)
+    agent.host.close()
+    assert status_of(agent.pid) == 1
+
+
+def test_an_agent_that_cannot_tell_who_was_killed_for_memory_ends() -> None:
+    unreadable = os.open("/dev/null", os.O_WRONLY)
+    agent = Agent(unreadable)
+    agent.channel.sendall(REPORTED)
+    agent.host.sendall(ASKED)
+    agent.host.shutdown(socket.SHUT_WR)
+    assert status_of(agent.pid) == 1
+    assert agent.host.recv(CHUNK) == b""
+    os.close(unreadable)
+
+
+def test_a_process_that_was_given_half_a_command_is_given_nothing_more() -> None:
+    agent = Agent(within_s=0.2)
+    agent.host.sendall(ASKED)
+    assert status_of(agent.pid) == 20
+    given = b""
+    while data := agent.channel.recv(CHUNK):
+        given += data
+    assert 0 < len(given) < 60_000
+
+
+@pytest.mark.parametrize("text", [b"\xff" * 4, b"\xff" * 23, b"\xff" * CHUNK + b"x"])
+def test_a_message_that_is_no_command_is_left_to_python(text: bytes) -> None:
+    agent = Agent()
+    agent.host.sendall(frames.LENGTH.pack(len(text)) + text)
+    agent.host.shutdown(socket.SHUT_WR)
+    assert status_of(agent.pid) == 21
+
+
+def test_the_rest_of_a_message_that_does_not_come_ends_who_waits_for_it() -> None:
+    host, control = socket.socketpair()
+
+    def act() -> int:
+        host.close()
+        hearing.receive_rest(control.fileno(), b"\xff" * 4, 100)
+        return 21
+
+    pid = apart(act)
+    host.sendall(b"more")
+    host.close()
+    assert status_of(pid) == 0
+
+
+def led(message: bytes, descriptors: int) -> tuple[int, bytes]:
+    """Exit status of a process that was to run one command, and what it has said, in a namespace of its own."""
+    ours, channel = socket.socketpair()
+
+    def act() -> int:
+        assert os.getpid() == 1, "it ends all processes that it sees"
+        ours.close()
+        channel.set_inheritable(False)
+        native.lead(channel.fileno(), 1, 1.0)
+        return 0
+
+    pid = apart(act, system.NEWUSER | system.NEWPID)
+    channel.close()
+    null = [os.open("/dev/null", os.O_RDWR) for _ in range(descriptors)]
+    socket.send_fds(ours, [message], null)
+    said = b""
+    while data := ours.recv(CHUNK):
+        said += data
+    for descriptor in null:
+        os.close(descriptor)
+    return status_of(pid), said
+
+
+def test_a_message_to_the_process_around_commands_is_what_it_says_or_nothing_is_run() -> None:
+    data = b"x" + program.pack(("sh", "-c", "exit 5"), {}, "/")
+    message = frames.LENGTH.pack(len(data)) + data
+    for descriptors in (2, 3):
+        status, said = led(message, descriptors)
+        assert (status, command.REPORT.unpack(said)[:2]) == (0, (False, 5))
+    assert led(message, 4) == (0, b"")
+    assert led(message + b"more", 2) == (0, b"")
+    assert led(message, 1) == (1, b"")
+    assert led(frames.LENGTH.pack(0), 2) == (1, b"")
+
+
 def test_a_program_that_is_packed_is_unpacked() -> None:
     told = program.unpack(program.pack(("a", "", "\udcff"), {"B": "c=d", "PATH": "/x"}, "/e"))
     assert (told.name, told.argv, told.directory) == (b"a", [b"a", b"", b"\xff"], b"/e")
@@ -169,7 +358,7 @@ def test_a_command_is_a_message_of_its_own() -> None:
     data = frames.pack(head, b"input", b"program")
     assert frames.unpack(data[frames.LENGTH.size :]) == (head, [b"input", b"program"])
     assert data[frames.LENGTH.size :][:4] == b"\xff" * 4
-    for cut in range(frames.LENGTH.size, 28):
+    for cut in range(frames.LENGTH.size, 28 + len("input")):
         with pytest.raises(ValueError, match="no message"):
             frames.unpack(data[frames.LENGTH.size : cut])
 
