@@ -33,9 +33,10 @@ import msgspec
 
 from rollforward.sandbox import cgroups, host
 from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
+from rollforward.sandbox.files import write_all
 from rollforward.sandbox.images import Images
-from rollforward.sandbox.inside import system
 from rollforward.sandbox.instance import Instance, tool_code
+from rollforward.sandbox.refusals import refusals
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.warm_template import FIRST_USER, USERS, WarmTemplate
 
@@ -110,7 +111,8 @@ class ContainerSubstrate:
             raise
         self._containers[sandbox_id] = container
         try:
-            await container.start(template, {**image, "uid": uid}, codes, snapshot or b"")
+            with refusals("a container cannot be made"):
+                await container.start(template, {**image, "uid": uid}, codes, snapshot or b"")
         except BaseException:
             await container.kill()
             raise
@@ -193,7 +195,8 @@ class Container(Instance):
         try:
             more = self.attach(given)
             if snapshot:
-                given.append(_as_file(snapshot))
+                given.append(os.memfd_create("snapshot", os.MFD_CLOEXEC))
+                write_all(given[-1], snapshot)
             given += self._group.open_procs()
             asked = {"disk_bytes": limits.disk_bytes, "files": limits.files, "has_snapshot": bool(snapshot)}
             self._watch(await template.make({**request, **asked, **more}, given))
@@ -221,11 +224,3 @@ class Container(Instance):
     async def is_fresh(self) -> bool:
         """See `Instance`."""
         return await super().is_fresh() and len(self._group.processes()) <= _OWN_PROCESSES
-
-
-def _as_file(data: bytes) -> int:
-    """A descriptor of a file with these bytes, which has no name."""
-    descriptor = os.memfd_create("snapshot", os.MFD_CLOEXEC)
-    system.write_all(descriptor, data)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor

@@ -15,6 +15,7 @@ from typing import Final
 
 from rollforward.sandbox import vm, vm_cache, vm_image, vm_state
 from rollforward.sandbox.errors import SandboxGoneError, SandboxUnavailableError
+from rollforward.sandbox.refusals import refusals
 from rollforward.sandbox.unbroken import in_thread, to_its_end
 from rollforward.sandbox.vm import MIB, Given
 from rollforward.sandbox.vm_keeper import Keeper
@@ -232,7 +233,7 @@ def nameless_file(parts: Iterable[bytes | memoryview]) -> int:
     Raises:
         SandboxUnavailableError: there is no room.
     """
-    with vm_state.refusals(f"a disk cannot be made in {vm_cache.CACHE}"), vm_state.closing_all() as opened:
+    with refusals(f"a disk cannot be made in {vm_cache.CACHE}"), vm_state.closing_all() as opened:
         opened.append(os.open(vm_cache.CACHE, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         os.fchmod(opened[0], 0o666)
         vm_state.write_parts(opened[0], parts)

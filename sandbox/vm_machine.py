@@ -30,6 +30,7 @@ from rollforward.sandbox.images import host_directories
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.inside.files import PART_BYTES
 from rollforward.sandbox.instance import Instance, gone_error
+from rollforward.sandbox.refusals import refusals
 from rollforward.sandbox.toolset import tool_source
 from rollforward.sandbox.types import ExecRequest, SandboxSpec, SnapshotKind
 from rollforward.sandbox.unbroken import in_thread, to_its_end
@@ -37,7 +38,7 @@ from rollforward.sandbox.vm import MIB, Given, Layout, guest_bytes
 from rollforward.sandbox.vm_cache import CACHE
 from rollforward.sandbox.vm_keeper import Keeper, newness
 from rollforward.sandbox.vm_monitor import Monitor, MonitorLostError
-from rollforward.sandbox.vm_state import Saved, Whole, close_all, memory_file, packed, refusals
+from rollforward.sandbox.vm_state import Saved, Whole, close_all, memory_file, packed
 from rollforward.sandbox.warm_template import WarmTemplate
 
 SYSTEM: Final = "system"

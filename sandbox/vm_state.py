@@ -21,19 +21,14 @@ import msgspec
 from rollforward.sandbox import vm_stream
 from rollforward.sandbox.errors import SandboxError, SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.files import write_all
+from rollforward.sandbox.refusals import refusals
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PAGE_BYTES: Final = vm_stream.PAGE_BYTES
 _CHUNK_BYTES: Final = 1 << 20
 _READ_BYTES: Final = 1 << 23
 _EMPTY: Final = bytes(_PAGE_BYTES)
-_MAKE_ROOM: Final = "Make room: machines are held in memory, and their disks in the user's cache"
 _COPIED: Final = "a machine's memory cannot be copied"
-_LOOK: Final = "Look at the disk, and at what the system says (dmesg)"
-_WAYS_OUT: Final = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG), _MAKE_ROOM),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Have more files open at a time (ulimit -n), or fewer sandboxes"),
-}
 
 
 class State(NamedTuple):
@@ -170,26 +165,6 @@ def check_size(size: int, max_bytes: int) -> None:
     """
     if size > max_bytes:
         raise SandboxFileError(f"sandbox: the machine has {size} bytes, more than {max_bytes}")
-
-
-@contextlib.contextmanager
-def refusals(what: str) -> Generator[None]:
-    """What the system refuses until the end of it is told, with the way out.
-
-    Args:
-        what: cannot be done then.
-
-    Raises:
-        SandboxUnavailableError: in place of OSError and MemoryError.
-    """
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error) or type(error).__name__
-        way_out = _WAYS_OUT.get(error.errno or 0, _LOOK)
-        raise SandboxUnavailableError(f"sandbox: {what}: {why}. {way_out}") from None
-    except MemoryError:
-        raise SandboxUnavailableError(f"sandbox: {what}: out of memory. {_MAKE_ROOM}") from None
 
 
 def copy(memory: int, size: int) -> int:

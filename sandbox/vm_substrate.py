@@ -16,6 +16,7 @@ from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.host import HostReport, probe
 from rollforward.sandbox.images import Images
 from rollforward.sandbox.instance import tool_code
+from rollforward.sandbox.refusals import refusals
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.unbroken import in_thread, left_alone
 from rollforward.sandbox.vm import Disk, Layout
@@ -66,7 +67,7 @@ class MachineSubstrate(Generic[MachineT]):
 
     async def start(self) -> HostReport:
         """See `Substrate`."""
-        with vm_state.refusals("machines cannot be made"):
+        with refusals("machines cannot be made"):
             self._program = vm.find_qemu()
             self._boot = await left_alone(lambda: vm_image.build(vm_kernel.find_kernel()))
             await self._warm()
@@ -86,7 +87,7 @@ class MachineSubstrate(Generic[MachineT]):
         codes = [tool_code(tool) for tool in spec.tools]
         if sandbox_id in self._machines:
             raise ValueError(f"there is a machine {sandbox_id!r}; kill it first")
-        with vm_state.refusals("a machine cannot be made"):
+        with refusals("a machine cannot be made"):
             template = await self._warm()
             if saved is not None:
                 layout, whole = await self._saved(saved, spec)

@@ -7,6 +7,7 @@ Does not prove: what a command can reach (test_container_isolation.py, test_atta
 import asyncio
 import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from rollforward.sandbox.cgroups import Hierarchies
 from rollforward.sandbox.config import Limits
 from rollforward.sandbox.container import Container
-from rollforward.sandbox.errors import GoneCause, SandboxKeyError
+from rollforward.sandbox.errors import GoneCause, SandboxKeyError, SandboxUnavailableError
 from rollforward.sandbox.inside.agent import Agent
 from rollforward.sandbox.outcomes import Table
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecResult, ExecStatus
@@ -351,3 +353,35 @@ def test_a_container_that_is_given_up_while_it_is_made_answers_for_no_other(worl
     world.do(asyncio.wait([running]))
     assert running.exception() is not None or running.result().status != ExecStatus.OK
     wait_for(lambda: set(descendants(os.getpid())) <= before)
+
+
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_one_for_which_too_few_files_can_be_opened_is_refused_and_leaves_nothing(has_groups: bool) -> None:
+    with World([], hierarchies=None if has_groups else Hierarchies(None, None, None)) as world:
+        world.do(world.create().kill())
+        there, told, made = set(descendants(world.substrate.template_pid)), list[str](), None
+        for room in range(12):
+            before = os.listdir("/proc/self/fd")
+            end = max(map(int, before)) + 1
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (end + room, hard))
+            taken = [os.dup(0) for _ in range(end - len(before))]  # numbers below the highest that are free
+            try:
+                made = world.create()
+            except SandboxUnavailableError as error:
+                told.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for descriptor in taken:
+                    os.close(descriptor)
+            if made is not None:
+                break
+            world.do(asyncio.sleep(0.01))
+            assert sorted(os.listdir("/proc/self/fd")) == sorted(before), room
+            wait_for(lambda: set(descendants(world.substrate.template_pid)) <= there)
+            assert world.substrate.left(f"c-{world.number}") is None
+        assert made is not None
+        assert len(told) > 1
+        assert all("Too many open files" in text for text in told), told
+        assert world.sh(made, "echo well").stdout == b"well\n"
+        world.do(made.kill())
