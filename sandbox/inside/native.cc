@@ -298,8 +298,9 @@ bool follow(Round *round, int wanted, double end_s, char *bytes) {
   for (int i = 0; i < 4; ++i) polled[i] = {watched[i], POLLIN, 0};
   for (int &size : round->sizes) size = 0;
   for (;;) {
-    int left_ms = 1000 * (end_s - now_s());
-    int found = poll(polled, 4, left_ms > 0 ? left_ms : 0);
+    double left_s = end_s - now_s();
+    if (left_s <= 0) return false;  // also where there is always something to read
+    int found = poll(polled, 4, static_cast<int>(1000 * left_s) + 1);
     if (found < 0 && errno == EINTR) continue;
     if (found <= 0) return false;
     if (polled[0].revents) {

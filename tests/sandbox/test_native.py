@@ -198,8 +198,9 @@ class Agent:
             self.host.close()
             self.channel.close()
             upper = os.open("/", os.O_RDONLY)
-            state = native.attend(native.Round(control.fileno(), around.fileno(), upper, events, True, CHUNK, 10.0))
-            assert state == native.OTHER
+            round_ = native.Round(control.fileno(), around.fileno(), upper, events, True, CHUNK, 10.0)
+            if native.attend(round_) != native.OTHER:
+                return 22
             try:
                 around.send(b"more")
             except BrokenPipeError:
@@ -274,6 +275,14 @@ def test_a_process_that_was_given_half_a_command_is_given_nothing_more() -> None
     assert 0 < len(given) < 60_000
 
 
+def test_a_command_whose_time_is_over_is_not_heard_any_longer_however_much_it_says() -> None:
+    agent = Agent()
+    agent.channel.sendall(REPORTED)
+    agent.host.sendall(frames.pack({"op": "exec", "id": 7, "wall_s": 1e-9}, b"", b"x"))
+    agent.host.shutdown(socket.SHUT_WR)
+    assert status_of(agent.pid) == 22
+
+
 @pytest.mark.parametrize("text", [b"\xff" * 4, b"\xff" * 23, b"\xff" * CHUNK + b"x"])
 def test_a_message_that_is_no_command_is_left_to_python(text: bytes) -> None:
     agent = Agent()
@@ -329,6 +338,15 @@ def test_a_message_to_the_process_around_commands_is_what_it_says_or_nothing_is_
     assert led(message + b"more", 2) == (0, b"")
     assert led(message, 1) == (1, b"")
     assert led(frames.LENGTH.pack(0), 2) == (1, b"")
+
+
+@pytest.mark.parametrize("stdin", [b"", b"input"])
+def test_a_command_has_its_three_streams_and_no_other_descriptor(
+    world: MachineWorld, machine: Instance, stdin: bytes
+) -> None:
+    for _ in range(3):
+        seen = world.sh(machine, "echo /proc/self/fd/*", stdin=stdin).stdout.split()
+        assert seen == [b"/proc/self/fd/%d" % number for number in range(4)]  # the last is the directory's own
 
 
 def test_a_program_that_is_packed_is_unpacked() -> None:
