@@ -1,5 +1,6 @@
-// What surrounds a command, in machine code: `native.py` says what each function is for. Commands are started by vfork and
-// waited for with as few system calls and as little memory touched as can be, because an emulated processor pays for both.
+// What surrounds a command, in machine code: `native.py` says what each function is for. Commands are started by vfork
+// and waited for with as few system calls and as little memory touched as can be, because an emulated processor pays
+// for both.
 
 #include <cerrno>
 #include <climits>
@@ -78,7 +79,7 @@ void write_all(int to, const char *data, size_t size) {
   }
 }
 
-// The next message; false where nobody wants this process any more. `first` has room for all but the longest ones.
+// The next message; false where there is none, or none that is whole. `first` has room for all but the longest ones.
 bool receive(int channel, char *first, Message *message) {
   alignas(cmsghdr) char told[CMSG_SPACE(kStreams * sizeof(int))];
   iovec part = {first, kFirstBytes};
@@ -86,7 +87,7 @@ bool receive(int channel, char *first, Message *message) {
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   header.msg_control = told;
-  header.msg_controllen = CMSG_LEN(kStreams * sizeof(int));  // with what aligns the next one, there would be room for four
+  header.msg_controllen = CMSG_LEN(kStreams * sizeof(int));  // all of `told` has room for a fourth
   ssize_t got;
   do got = recvmsg(channel, &header, MSG_CMSG_CLOEXEC);
   while (got < 0 && errno == EINTR);
@@ -166,7 +167,8 @@ int become(const Command &command) {
       memcpy(place + before, name, length + 1);
       execve(place, command.argv, command.environment);
       if (errno == EACCES) is_refused = true;
-      else if (errno != ENOENT && errno != ENOTDIR && errno != ESTALE && errno != ENODEV && errno != ETIMEDOUT) return errno;
+      else if (errno != ENOENT && errno != ENOTDIR && errno != ESTALE && errno != ENODEV && errno != ETIMEDOUT)
+        return errno;
     }
     if (!*end) return is_refused ? EACCES : ENOENT;
   }
@@ -403,7 +405,8 @@ int attend(Round *round, char *frame, char *bytes) {
     Asked asked;
     memcpy(&asked, frame, sizeof asked);
     round->start_s = now_s();
-    if (asked.input_bytes > 0 || !give(round->channel, frame + sizeof asked, round->size - sizeof asked, pipes)) return kOther;
+    if (asked.input_bytes > 0) return kOther;
+    if (!give(round->channel, frame + sizeof asked, round->size - sizeof asked, pipes)) return kOther;
     memcpy(round->streams, pipes, sizeof round->streams);
     close(pipes[2]);
     close(pipes[3]);
