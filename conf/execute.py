@@ -4,16 +4,17 @@ import contextlib
 import importlib
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import msgspec
 
 from rollforward.conf import console
-from rollforward.conf.errors import user_error
-from rollforward.conf.jobs import VERBS, Job
+from rollforward.conf.errors import ConfigError, told, user_error
+from rollforward.conf.jobs import VERBS, Job, addressed_keys
 from rollforward.conf.load import write_resolved
 from rollforward.conf.resume import record_jobs
-from rollforward.conf.run_dir import CONFIG_NAME, check_settings, finish, held, is_finished
+from rollforward.conf.run_dir import CONFIG_NAME, check_settings, finish, forget_mistake, held, is_finished
 
 __all__ = ["execute"]
 
@@ -31,6 +32,7 @@ def execute(jobs: Sequence[Job]) -> int:
         place = f"{index + 1} of {len(jobs)}: {job.name}"
         with contextlib.nullcontext() if job.run_dir is None else held(job.run_dir):
             if index == 0:  # held: what a command at work has recorded is not replaced by one that is refused
+                _check_ahead(jobs)
                 record_jobs(jobs)
             code = _execute(job, place)
         if code != 0:
@@ -38,6 +40,28 @@ def execute(jobs: Sequence[Job]) -> int:
     if jobs and (then := jobs[-1].then):
         console.say(f"next in this recipe: {then}")
     return 0
+
+
+def _check_ahead(jobs: Sequence[Job]) -> None:
+    """Refuses what a later run cannot do here; the first that has work to do asks for itself.
+
+    Raises:
+        ConfigError: names the run.
+    """
+    left = [job for job in jobs if job.run_dir is None or not is_finished(job.run_dir)]
+    for index, job in enumerate(left[1:], 1):
+        if (name := VERBS[job.verb].ahead) is None:
+            continue
+        unmade = [one.run_dir for one in left[:index] if one.run_dir is not None]
+        check = cast("Callable[[msgspec.Struct, Sequence[Path]], None]", importlib.import_module(name).check)
+        try:
+            with contextlib.chdir(job.directory or "."):
+                check(job.config, unmade)
+        except Exception as error:
+            if (mistake := user_error(error)) is None:
+                raise
+            said = addressed_keys(told(mistake), type(job.config), job.name)
+            raise ConfigError(f"{job.name}, a later run of this recipe, could not begin: {said}") from error
 
 
 def _execute(job: Job, place: str) -> int:
@@ -54,7 +78,9 @@ def _execute(job: Job, place: str) -> int:
         with contextlib.chdir(job.directory or "."):
             code = work(job.config) or 0
     except BaseException as error:
-        if job.base is not None and user_error(error) is None:
+        if job.run_dir is not None and user_error(error) is not None:
+            forget_mistake(job.run_dir)
+        elif job.base is not None:
             console.say(f"{job.name} has not finished; it goes on with: rollforward resume {job.base}")
         raise
     if code == 0 and job.run_dir is not None:

@@ -5,6 +5,7 @@ later `rollforward resume` in conf/resume.py.
 """
 
 import importlib
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from rollforward.conf.errors import UsageError
+from rollforward.conf.errors import ConfigError, UsageError
 from rollforward.conf.load import is_ray_job, load_config
-from rollforward.conf.recipe import RecipeRun, address, load_recipe, recipe_names, spell_out
+from rollforward.conf.recipe import RecipeRun, address, load_recipe, prefix_of, recipe_names, spell_out
+from rollforward.conf.schema import nearest
 
-__all__ = ["VERBS", "Job", "Verb", "last_value", "plan_jobs", "schema_of", "works_in_run_dir"]
+__all__ = ["VERBS", "Job", "Verb", "addressed_keys", "last_value", "plan_jobs", "schema_of", "works_in_run_dir"]
 
 
 class Verb(NamedTuple):
@@ -29,18 +31,27 @@ class Verb(NamedTuple):
     """`module:class` of the configuration; importing it must cost neither torch nor ray."""
     summary: str
     """One line for --help."""
+    ahead: str | None = None
+    """Module whose `check(config, unmade)` refuses what can be known to be wrong before an earlier run of the recipe
+    begins; `unmade` are the directories of runs that are still to be done, where nothing is looked for. None: nothing
+    is asked of a machine."""
 
+
+_AHEAD = "rollforward.rl.ahead"
 
 VERBS: dict[str, Verb] = {
-    "sft": Verb("rollforward.rl.sft", "rollforward.rl.config:SFTRun", "teach a model from conversations"),
-    "train": Verb("rollforward.rl.train", "rollforward.rl.config:RLRun", "improve a model by reinforcement learning"),
+    "sft": Verb("rollforward.rl.sft", "rollforward.rl.config:SFTRun", "teach a model from conversations", _AHEAD),
+    "train": Verb(
+        "rollforward.rl.train", "rollforward.rl.config:RLRun", "improve a model by reinforcement learning", _AHEAD
+    ),
     "distill": Verb(
         "rollforward.distill.train",
         "rollforward.distill.config:DistillRun",
         "merge teachers into a model by distillation on its own trajectories",
+        "rollforward.distill.ahead",
     ),
     "eval": Verb(
-        "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts"
+        "rollforward.rl.evaluate", "rollforward.rl.config:EvalRun", "measure a checkpoint on held-out prompts", _AHEAD
     ),
     "drill": Verb(
         "rollforward.rl.drill",
@@ -134,6 +145,8 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
     base: Path | None = None
     if any(works_in_run_dir(schema_of(run.verb)) for run in runs):
         base = Path(_take(rest, "run_dir") or f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    if recipe is not None:
+        _check_prefixes(recipe, verb, runs, rest)
     addressed = address(runs, verb, rest) if recipe is not None else {verb: rest}
     directory = None if is_ray_job() else Path.cwd()
     run_dirs: dict[str, str] = {}
@@ -145,7 +158,12 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
         if base is not None and works_in_run_dir(schema):
             run_dir = base if recipe is None else base / run.name
             settings = [*settings, f"run_dir={_quoted(str(run_dir))}"]
-        config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)
+        try:
+            config = load_config(schema, run.verb, settings, layer=run.config, run_dirs=run_dirs)
+        except ConfigError as error:
+            if recipe is None:
+                raise
+            raise ConfigError(f"run {run.name}: {addressed_keys(str(error), schema, run.name)}") from error
         shared = base if run_dir is not None else None
         jobs.append(Job(run.name, run.verb, config, run_dir, shared, directory=directory))
         if run_dir is not None:
@@ -153,6 +171,40 @@ def plan_jobs(verb: str, overrides: Sequence[str]) -> list[Job]:
     if recipe is not None and base is not None:
         jobs[-1] = jobs[-1]._replace(then=_command_after(recipe, runs, spell_out(runs, verb, rest), base))
     return jobs
+
+
+def addressed_keys(text: str, schema: type[msgspec.Struct], run: str) -> str:
+    """A message in which every `key=value` that is to be typed names the run of a recipe that it is for."""
+    names = "|".join(re.escape(field.encode_name) for field in msgspec.structs.fields(schema))
+    return re.sub(rf"(?<![\w.=/'-])(?=(?:{names})(?:\.\w+)*=)", f"{run}.", text)
+
+
+def _check_prefixes(recipe: str, verb: str, runs: Sequence[RecipeRun], overrides: Sequence[str]) -> None:
+    """Refuses `NAME.key=value` where NAME is neither a run that is executed nor a setting of the verb.
+
+    Raises:
+        UsageError: names the runs.
+    """
+    names = [run.name for run in runs]
+    settings = [field.encode_name for field in msgspec.structs.fields(schema_of(verb))]
+    for text in overrides:
+        prefix = prefix_of(text)
+        if prefix is None or prefix in (*names, "all", *settings, "hydra"):
+            continue
+        later = {run.name: run.verb for run in load_recipe(recipe).runs}
+        if prefix in later:
+            raise UsageError(
+                f"{text}: {prefix} is a run of recipe={recipe} that {verb} does not execute; it ends with {names[-1]}."
+                f" Set it where it is executed: rollforward {later[prefix]} recipe={recipe} {text}"
+            )
+        near = nearest(prefix, [*names, "all", *settings])
+        if near in settings:
+            continue  # what is wrong with a setting is told with those beside it
+        hint = f"Did you mean {near}? " if near else ""
+        raise UsageError(
+            f"{text}: {prefix} is no run of recipe={recipe} and no setting of {verb}. {hint}Runs: {', '.join(names)};"
+            f" rollforward {verb} --help lists the settings."
+        )
 
 
 def _command_after(recipe: str, done: Sequence[RecipeRun], overrides: Sequence[str], base: Path) -> str | None:

@@ -24,7 +24,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollforward.conf.errors import ConfigError, first_line
-from rollforward.conf.schema import Step, field_at, has_parts, nearest, schema_fields, unknown_keys, value_at
+from rollforward.conf.schema import (
+    Step,
+    dotted_key,
+    field_at,
+    has_parts,
+    nearest,
+    schema_fields,
+    unknown_keys,
+    value_at,
+)
 
 __all__ = [
     "CONFIG_DIR",
@@ -329,11 +338,17 @@ def _unknown_text(key: str, here: list[str], everywhere: list[str]) -> str:
         parent = key.rpartition(".")[0]
         return (
             f"{key} is not a setting: it belongs to another choice of {parent}.type. Valid here: {', '.join(here)}."
-            f" Remove it (on the command line: '~{key}', behind the run's name in a recipe), or choose another type."
+            f" Remove it (on the command line: '~{_typed(key)}', behind the run's name in a recipe), or choose another"
+            " type."
         )
-    near = nearest(key, here) or nearest(key, everywhere)
-    way_out = f"Did you mean {near}?" if near else f"Valid here: {', '.join(here)}."
+    near = nearest(key, here) or nearest(key, [] if "[" in key else everywhere)
+    way_out = f"Did you mean {_typed(near)}?" if near else f"Valid here: {', '.join(here)}."
     return f"{key} is not a setting. {way_out}"
+
+
+def _typed(key: str) -> str:
+    """A key as an override writes it."""
+    return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
 def _validation_text(schema: type[msgspec.Struct], data: Mapping[str, Any], message: str) -> str:
@@ -346,12 +361,12 @@ def _validation_text(schema: type[msgspec.Struct], data: Mapping[str, Any], mess
     )
     dotted = path_text.rstrip("`").lstrip(".")
     if found := re.match(r"Object missing required field `(\w+)`", rule):
-        key = ".".join(part for part in (dotted, found[1]) if part)
-        kinds = {field.path: field.type for field in schema_fields(schema)}
-        inside = [path for path in kinds if path.startswith(key + ".")]
-        way_out = f"Set it through {', '.join(inside[:6])}." if inside else f"Set {key}=<{kinds.get(key, 'value')}>."
-        return f"{key} is required and has no default. {way_out}"
-    field = field_at(schema, data, dotted)
+        key = dotted_key((*path, found[1]))
+        inside = [field.path for field in schema_fields(schema) if field.path.startswith(key + ".")]
+        missing = field_at(schema, data, (*path, found[1]))
+        kind = missing.type if missing is not None and not inside else "value"
+        way_out = f"Set it through {', '.join(inside[:6])}." if inside else f"Set {key}=<{kind}>."
+        return f"{'.'.join(part for part in (dotted, found[1]) if part)} is required and has no default. {way_out}"
     try:
         value = value_at(data, path)
     except (KeyError, IndexError, TypeError):
@@ -360,8 +375,12 @@ def _validation_text(schema: type[msgspec.Struct], data: Mapping[str, Any], mess
         return f"{dotted}: {rule}" if dotted and dotted not in rule else rule
     shown = msgspec.json.encode(value).decode()
     text = f"{dotted} is {shown}; {rule[0].lower()}{rule[1:].replace('`', '')}."
+    field = field_at(schema, data, path)
     if field is not None:
-        return f"{text} It takes {field.type}; default: {field.default}."
+        near = nearest(value, field.type.split(" | ")) if isinstance(value, str) and " | " in field.type else None
+        hint = f" Did you mean {near}?" if near else ""
+        default = "it is required" if field.default == "required" else f"default: {field.default}"
+        return f"{text}{hint} It takes {field.type}; {default}."
     below = dict.fromkeys(one.path for one in schema_fields(schema) if one.path.startswith(f"{dotted}."))
     return f"{text} Set what is below it: {', '.join(list(below)[:6])}." if below else text
 

@@ -14,7 +14,7 @@ from rollforward.conf.errors import ConfigError, UsageError
 from rollforward.conf.load import CONFIG_DIR, decode, read_yaml
 from rollforward.conf.schema import nearest
 
-__all__ = ["Recipe", "RecipeRun", "address", "load_recipe", "recipe_names", "spell_out"]
+__all__ = ["Recipe", "RecipeRun", "address", "load_recipe", "prefix_of", "recipe_names", "spell_out"]
 
 
 class RecipeRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +109,11 @@ def spell_out(runs: Sequence[RecipeRun], verb: str, overrides: Sequence[str]) ->
         sign = text[: len(text) - len(text.lstrip("+~"))]
         spelled += [f"{sign}{run.name}.{text[len(sign) :]}" for run in runs if run.verb == verb]
     return spelled
+
+
+def prefix_of(override: str) -> str | None:
+    """The word before the first dot of an override's key; None where it has no dot."""
+    return _split(override)[1] or None
 
 
 def _split(text: str) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,16 @@ import msgspec
 from rollforward.conf.errors import RunDirError
 from rollforward.conf.schema import movable_keys
 
-__all__ = ["CONFIG_NAME", "FINISHED_NAME", "LOCK_NAME", "check_settings", "finish", "held", "is_finished"]
+__all__ = [
+    "CONFIG_NAME",
+    "FINISHED_NAME",
+    "LOCK_NAME",
+    "check_settings",
+    "finish",
+    "forget_mistake",
+    "held",
+    "is_finished",
+]
 
 CONFIG_NAME = "config.json"
 """The settings of the run."""
@@ -72,7 +82,7 @@ def check_settings(run_dir: Path, config: msgspec.Struct) -> str | None:
     Raises:
         RunDirError: it does, with the keys that differ.
     """
-    traces = [name for name in _TRACES if (run_dir / name).exists()]
+    traces = _traces(run_dir)
     if not traces:
         return None
     path = run_dir / CONFIG_NAME
@@ -95,6 +105,20 @@ def check_settings(run_dir: Path, config: msgspec.Struct) -> str | None:
             "choose another run_dir, or repeat its settings."
         )
     return f"{run_dir} goes on elsewhere: {', '.join(texts.values())}" if texts and not is_finished(run_dir) else None
+
+
+def forget_mistake(run_dir: Path) -> None:
+    """Removes what a run left that ended at a mistake before its first step, an untrained model and metrics without a
+    line: with corrected settings they may be others."""
+    init, metrics = run_dir / "init", run_dir / "metrics.jsonl"
+    is_empty = not metrics.exists() or metrics.stat().st_size == 0
+    if is_empty and {*_traces(run_dir)} <= {init.name, metrics.name}:
+        metrics.unlink(missing_ok=True)
+        shutil.rmtree(init, ignore_errors=True)
+
+
+def _traces(run_dir: Path) -> list[str]:
+    return [name for name in _TRACES if (run_dir / name).exists()]
 
 
 def is_finished(run_dir: Path) -> bool:

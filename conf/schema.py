@@ -18,6 +18,7 @@ import msgspec
 __all__ = [
     "Field",
     "Step",
+    "dotted_key",
     "element_fields",
     "field_at",
     "field_docs",
@@ -241,8 +242,10 @@ def _member_fields(members: tuple[type[msgspec.Struct], ...], prefix: str) -> It
         yield field._replace(choices=choices)
 
 
-def field_at(schema: type[msgspec.Struct], data: object, path: str) -> Field | None:
-    """The setting `path` as it is under the choices that `data` makes; None where there is none."""
+def field_at(schema: type[msgspec.Struct], data: object, path: tuple[Step, ...]) -> Field | None:
+    """The setting at `path` as it is under the choices that `data` makes, also inside lists and mappings; None where
+    there is none."""
+    dotted = dotted_key(path)
 
     def is_chosen(tag: str, values: str) -> bool:
         try:
@@ -250,8 +253,48 @@ def field_at(schema: type[msgspec.Struct], data: object, path: str) -> Field | N
         except (KeyError, IndexError, TypeError):
             return False
 
-    fields = (field for field in schema_fields(schema) if field.path == path)
-    return next((field for field in fields if all(is_chosen(*choice) for choice in field.choices)), None)
+    fields = (field for field in schema_fields(schema) if field.path == dotted)
+    found = next((field for field in fields if all(is_chosen(*choice) for choice in field.choices)), None)
+    return found or _field_inside(schema, data, path)
+
+
+def _field_inside(annotation: object, value: object, path: tuple[Step, ...]) -> Field | None:
+    """What `field_at` says of a path of which a step leads into a list or a mapping."""
+    step, *below = path
+    members = _structs(annotation)
+    if members and isinstance(value, Mapping):
+        mapping = cast("Mapping[str, object]", value)
+        tags = [tag for tag in map(_tag, members) if tag]
+        if tags and step == tags[0][0] and not below:
+            return Field(str(step), " | ".join(tag for _, tag in tags), "required", "")
+        member = _member(members, mapping)
+        fields = () if member is None else msgspec.structs.fields(member)
+        field = next((field for field in fields if field.encode_name == step), None)
+        if field is None or below:
+            return None if field is None else _field_inside(field.type, mapping.get(str(step)), tuple(below))
+        if _structs(field.type):
+            return None  # what is settable is inside it
+        return Field(field.encode_name, type_text(field.type), _default_text(field), "")
+    for one in typing.get_args(_strip(annotation)) if _is_union(annotation) else (annotation,):
+        element = _element(one)
+        if element is None:
+            continue
+        if not below:
+            return None if _structs(element) else Field(str(step), type_text(element), "required", "")
+        try:
+            return _field_inside(element, value_at(value, (step,)), tuple(below))
+        except (KeyError, IndexError, TypeError):
+            return None
+    return None
+
+
+def _is_union(annotation: object) -> bool:
+    return typing.get_origin(_strip(annotation)) in (Union, types.UnionType)
+
+
+def dotted_key(path: tuple[Step, ...]) -> str:
+    """The path as an override writes it: Hydra takes `tasks.0.type`, and no brackets."""
+    return ".".join(map(str, path))
 
 
 def _member(members: tuple[type[msgspec.Struct], ...], value: Mapping[str, Any]) -> type[msgspec.Struct] | None:

@@ -142,6 +142,25 @@ def _absolute(name: str, place: str) -> str:
     return str(path)
 
 
+def check_present(place: str, setting: str) -> None:
+    """Refuse a teacher that is not there; of a URL, the remote is asked for the names of its files and nothing else.
+
+    Args:
+        place: from ``locate``.
+        setting: what names it, for an error.
+
+    Raises:
+        TeacherError, TeacherReadError: as ``fetch``.
+    """
+    try:
+        if "://" in place:
+            _listed(place)
+        else:
+            _check_directory(place)
+    except TeacherError as error:
+        raise TeacherError(f"{setting}: {error}") from None  # what the file system said may have the password in it
+
+
 def check_store(teachers: Mapping[str, TeacherConfig], store: str | None) -> None:
     """Refuse a `teacher_store` in which no teacher is looked for.
 
@@ -168,10 +187,7 @@ def fetch(url: str, cache_dir: Path, *, with_tensors: bool = True) -> Path:
         TeacherReadError: the remote fails, or a file does not arrive whole. Whole files stay for the next call.
     """
     if "://" not in url:
-        directory = Path(url).expanduser()
-        _check_names(url, [path.name for path in directory.iterdir()] if directory.is_dir() else None)
-        check_regular(directory)
-        return directory
+        return _check_directory(url)
     cache_dir = cache_dir.expanduser()
     directory = cache_dir / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
     try:
@@ -185,6 +201,13 @@ def fetch(url: str, cache_dir: Path, *, with_tensors: bool = True) -> Path:
         raise TeacherReadError(
             f"{_public(url)} cannot be kept in {directory}: {error}. Put the disk right, or set teacher_cache.directory"
         ) from error
+    return directory
+
+
+def _check_directory(place: str) -> Path:
+    directory = Path(place).expanduser()
+    _check_names(place, [path.name for path in directory.iterdir()] if directory.is_dir() else None)
+    check_regular(directory)
     return directory
 
 
@@ -225,10 +248,9 @@ def read_regular(path: Path) -> bytes:
 
 
 def _no_directory(place: str) -> TeacherError:
-    store, _, name = place.rstrip("/").rpartition("/")
     return TeacherError(
-        f"{place} is no directory; a teacher is a model directory. Correct its model_dir; a teacher {name} without one"
-        f" is looked for in teacher_store, {store}"
+        f"{place} is no directory; a teacher is a model directory. Correct its model_dir, or, where it has none and is"
+        " looked for under its name, teacher_store"
     )
 
 

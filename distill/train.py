@@ -13,7 +13,7 @@ from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.hidden_shard import worst_case_bytes
 from rollforward.distill.learner import DistillSettings, check_students
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
-from rollforward.distill.teacher_files import check_store, fetch, locate
+from rollforward.distill.teacher_files import check_present, check_store, fetch, locate
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
 from rollforward.model.backends import check_model, check_programs
 from rollforward.model.checkpoint_headers import load_checkpoint_config
@@ -84,6 +84,9 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
         task.budget(run.sampling.max_new_tokens) + task.max_observed_tokens for task in run.tasks
     )
     check_store(run.teachers, run.teacher_store)
+    for name, url in urls.items():
+        if "://" not in url:  # a remote is asked below
+            check_present(url, f"teachers.{name}")
     directories: dict[str, Path] = {}
     for with_tensors in (False, True):  # checked again with them: what a URL stands for may have changed meanwhile
         for name in sorted(urls):

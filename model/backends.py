@@ -27,7 +27,17 @@ def choose_kernels(kernels: KernelBackends, process: str) -> None:
         process: names this process in an error: "engine-0".
 
     Raises:
-        BackendError: this machine cannot run one of them; names key, process and machine.
+        BackendError: see ``check_machine``.
+    """
+    check_machine(kernels, process)
+    dispatch.choose(msgspec.structs.asdict(kernels))
+
+
+def check_machine(kernels: KernelBackends, process: str) -> None:
+    """Refuse forms that this machine cannot run; nothing is chosen. Arguments as in ``choose_kernels``.
+
+    Raises:
+        BackendError: names key, process and machine.
     """
     for name in kernels.tiles:
         told = f"kernels.{name} is tile, which {process} on {socket.gethostname()} cannot run."
@@ -40,7 +50,6 @@ def choose_kernels(kernels: KernelBackends, process: str) -> None:
                 f"{told} TileLang is not installed for {process}: it is in the extra `tile` of this project. Install it"
                 f" there, or set kernels.{name}=reference"
             )
-    dispatch.choose(msgspec.structs.asdict(kernels))
 
 
 def check_model(kernels: KernelBackends, config: ModelConfig, what: str) -> None:

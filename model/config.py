@@ -360,7 +360,8 @@ def load_model_config(path: Path) -> ModelConfig:
         The checked configuration.
 
     Raises:
-        ConfigError: the file is absent, is not a JSON object, or `parse_model_config` refuses it; names the file.
+        ConfigError: the file is absent, is not a JSON object, is a run's, or `parse_model_config` refuses it; names the
+            file.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -371,6 +372,11 @@ def load_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{file} is not JSON: {error}. Fetch it again.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} holds a {type(raw).__name__}; a config.json is an object. Fetch it again.")
+    if "run_dir" in raw:
+        raise ConfigError(
+            f"{file} holds the settings of a run, not of a model. The model that a run has made lies below it: name"
+            f" {file.parent / 'model'}."
+        )
     try:
         return parse_model_config(raw)
     except UnsupportedVariantError as error:

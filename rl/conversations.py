@@ -17,7 +17,7 @@ import numpy as np
 from rollforward.model.encoding import ChatEncoding, EncodedConversation, plain_texts
 from rollforward.model.messages import Message
 from rollforward.rl.errors import TaskError
-from rollforward.rl.prompts import DataCursor, ExampleOrder
+from rollforward.rl.prompts import DataCursor, ExampleOrder, spread_examples
 from rollforward.rl.tasks.types import Example, Task
 from rollforward.rollout.types import ArrayRecord, BoolArray, Float32Array, Int32Array
 
@@ -82,13 +82,20 @@ class ConversationSource:
         max_prompt_tokens: int,
         max_answer_tokens: int,
     ) -> None:
-        """Fix the order."""
+        """Fix the order, and look at as many conversations as cost seconds.
+
+        Raises:
+            TaskError: as ``draw``.
+        """
         self._order = ExampleOrder(tasks, seed=seed, purpose="conversations")
         self._options = {task.name: task.options for task in tasks}
         self._encoding = encoding
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
         self._max_answer_tokens = max_answer_tokens
+        for task in tasks:
+            for example in spread_examples(task, "train"):
+                self._encoded(example)
 
     def start(self) -> DataCursor:
         """The cursor of a run that has consumed nothing."""
@@ -114,14 +121,18 @@ class ConversationSource:
         num_tokens_left = self._max_tokens
         while True:
             example = self._order.example(cursor)
-            conversation = self._encoding.encode_conversation(solved_messages(example), example.effort, example.tools)
+            conversation = self._encoded(example)
             num_tokens = len(conversation.token_ids)
-            self._check(example, num_tokens, num_answer_tokens=sum(conversation.trained_mask))
             if num_tokens > num_tokens_left:
                 return conversations, cursor
             num_tokens_left -= num_tokens
             conversations.append((ConversationId(example.task, example.index), conversation))
             cursor = self._order.next(cursor)
+
+    def _encoded(self, example: Example) -> EncodedConversation:
+        conversation = self._encoding.encode_conversation(solved_messages(example), example.effort, example.tools)
+        self._check(example, len(conversation.token_ids), num_answer_tokens=sum(conversation.trained_mask))
+        return conversation
 
     def _check(self, example: Example, num_tokens: int, *, num_answer_tokens: int) -> None:
         options = self._options[example.task]

@@ -35,6 +35,7 @@ def main(run: EvalRun) -> int:
         max_prompt_tokens=run.max_prompt_tokens,
         max_new_tokens=run.sampling.max_new_tokens,
         sandbox=run.sandbox,
+        asks=("heldout",),
     )
     check_kernels(run.kernels, parts, run.model_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -42,13 +42,40 @@ def join_cluster(cluster: ClusterConfig) -> None:
         ray.init(cluster.address, **quiet)
     elif cluster.address is not None:
         _join(cluster.address, quiet)
+    else:
+        check_cluster(cluster)
+        _start(cluster.num_cpus, quiet)
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Refuse a cluster that does not answer, and resources of a local one; nothing is joined or started.
+
+    Raises:
+        ClusterError: names the setting.
+    """
+    if is_ray_job():  # its cluster has answered
+        return
+    if cluster.address is not None:
+        _head(cluster.address)
     elif cluster.replica_resources or cluster.learner_resources:
         raise ClusterError(
             "cluster.replica_resources or learner_resources is set, but the run starts a cluster of its own, whose one"
             " node has none. Leave them out, or set cluster.address"
         )
-    else:
-        _start(cluster.num_cpus, quiet)
+
+
+def _head(address: str) -> str | None:
+    """What ``ray.init`` makes of an address, once somebody has accepted a connection there."""
+    try:
+        found = canonicalize_bootstrap_address(address)
+        host, _, port = (found or address).rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"cluster.address is {address}, where no Ray cluster answers: {first_line(error)}. Start one (`ray start"
+            " --head`), or set the address that its head tells (HEAD:6379)"
+        ) from error
+    return found
 
 
 def _start(num_cpus: int | None, quiet: Mapping[str, Any]) -> None:
@@ -67,15 +94,7 @@ def _start(num_cpus: int | None, quiet: Mapping[str, Any]) -> None:
 
 def _join(address: str, quiet: Mapping[str, Any]) -> None:
     """Connect to a running cluster; its nodes get this source tree, so that they run what runs here."""
-    try:
-        found = canonicalize_bootstrap_address(address)
-        host, _, port = (found or address).rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"cluster.address is {address}, where no Ray cluster answers: {first_line(error)}. Start one (`ray start"
-            " --head`), or set the address that its head tells (HEAD:6379)"
-        ) from error
+    found = _head(address)
     with tempfile.TemporaryDirectory(prefix="rollforward-wheel-") as directory:
         environment: dict[str, list[str]] = {}
         try:

@@ -8,13 +8,19 @@ together, in an order of its own.
 Not here: what a prompt is in tokens (`model/encoding.py`), how many make a step (`rl/controller.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from rollforward.rl.errors import CursorError
 from rollforward.rl.shuffle import Permutation, derive_key
-from rollforward.rl.tasks.types import Example, Task
+from rollforward.rl.tasks.config import DatasetConfig, JudgeConfig
+from rollforward.rl.tasks.types import Example, Split, Task
+
+_SPREAD_ROWS = 20_000
+"""Of a file, which may hold anything: encoding so many takes a few seconds."""
+_SPREAD_MADE = 2_000
+"""Of questions that are made by one rule, whose lengths differ little."""
 
 
 class DataCursor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +32,18 @@ class DataCursor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Complete passes over the examples."""
     position: int
     """Examples of this pass that are consumed."""
+
+
+def spread_examples(task: Task, split: Split) -> Iterator[Example]:
+    """Examples to look at before a run begins: all, or of a large split as many as cost seconds, evenly spaced."""
+    size = task.size(split)
+    count = min(size, spread_limit(task))
+    return (task.example(index * size // count, split) for index in range(count))
+
+
+def spread_limit(task: Task) -> int:
+    """The most examples of a split that ``spread_examples`` gives."""
+    return _SPREAD_ROWS if isinstance(task.options, DatasetConfig | JudgeConfig) else _SPREAD_MADE
 
 
 class ExampleOrder:

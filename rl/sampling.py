@@ -51,10 +51,17 @@ class PromptEncoder:
         """
         ids = self._encoding.encode_prompt(example.messages, example.effort, example.tools)
         if len(ids) > self._max_prompt_tokens:
+            way_out = "make the questions shorter"
+            if example.tools:
+                bare = self._encoding.encode_prompt(example.messages, example.effort, ())
+                way_out += (
+                    f", or set the task's list_tools=false: the list of its tools is {len(ids) - len(bare)} tokens of"
+                    " every prompt"
+                )
             raise TaskError(
                 f"task {example.task}: {example.split} example {example.index} has {len(ids)} prompt"
                 " tokens; max_prompt_tokens is"
-                f" {self._max_prompt_tokens}. Raise it, or make the questions shorter."
+                f" {self._max_prompt_tokens}. Raise it, or {way_out}."
             )
         return np.array(ids, dtype=np.int32)
 

@@ -19,17 +19,18 @@ from rollforward.model.tokenizer import Tokenizer
 from rollforward.model.train_config import HybridMuon, OptimConfig
 from rollforward.rl.errors import ModelDirectoryError, TaskError
 from rollforward.rl.judge.seats import JudgeModel, load_judges
+from rollforward.rl.prompts import spread_examples, spread_limit
 from rollforward.rl.sampling import PromptEncoder
-from rollforward.rl.tasks.config import TaskConfig
+from rollforward.rl.tasks.config import DatasetConfig, JudgeConfig, TaskConfig
 from rollforward.rl.tasks.grader import Grader
 from rollforward.rl.tasks.registry import build_tasks
-from rollforward.rl.tasks.types import Task
+from rollforward.rl.tasks.types import Split, Task
 from rollforward.rollout.environment import EnvironmentConfig, SandboxUse, TaskTools
 from rollforward.rollout.tool_environment import build_environment
 from rollforward.rollout.weights import check_manifest
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.images import HOST
-from rollforward.sandbox.toolset import tool_path
+from rollforward.sandbox.toolset import load_tool, tool_path
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ def load_parts(
     max_prompt_tokens: int,
     max_new_tokens: int,
     sandbox: SandboxConfig,
+    asks: Sequence[Split] = ("train", "heldout"),
 ) -> Parts:
     """Load what a run needs besides weights, of which the files' headers and, where there is a manifest, the hashes are
     checked. Tools are started once, to see that this machine can.
@@ -70,19 +72,27 @@ def load_parts(
     Args:
         model_dir: checkpoint with its tokenizer.
         task_configs: what is asked.
-        max_prompt_tokens: a longer prompt is an error when it is met.
+        max_prompt_tokens: a longer prompt is an error. As many are looked at as cost seconds; what is beyond, when it
+            is met.
         max_new_tokens: tokens that may be sampled after a prompt, where a task has no budget of its own.
         sandbox: where tools run.
+        asks: questions that the run asks.
 
     Raises:
-        ModelDirectoryError: tokenizer and model do not belong together, also those of a judge, or the model is too
-            short for the limits.
+        ModelDirectoryError: there is none; tokenizer and model do not belong together, also those of a judge; or the
+            model is too short for the limits.
         ConfigError, TokenizerError, CheckpointError: a file of the model directory is absent, unusable or changed.
         EncodingError: its encoding is not known, or does not know the effort of a task.
-        TaskError: a task cannot be built as configured, or its image has no name here.
+        TaskError: a task cannot be built as configured, its image has no name here, or a prompt is too long.
         ToolError, EnvironmentConfigError: a tool cannot be offered, or its task leaves no room for answers.
         SandboxUnavailableError: this machine cannot isolate tools.
     """
+    if not model_dir.is_dir():
+        raise ModelDirectoryError(
+            f"model_dir is {model_dir}, where there is no directory (sft names it in start.model_dir); a model"
+            " directory has config.json, tokenizer.json and *.safetensors. Correct the path"
+        )
+    check_judges(task_configs)
     config = load_checkpoint_config(model_dir)
     tokenizer = Tokenizer.load(model_dir)
     if tokenizer.vocab_size > config.vocab_size or tokenizer.eos_id != config.eos_token_id:
@@ -92,25 +102,16 @@ def load_parts(
             f" vocab_size {config.vocab_size} and eos_token_id {config.eos_token_id}; they must belong together."
             " Take both from one checkpoint"
         )
-    max_new_tokens = max(
-        (task.budget(max_new_tokens) + task.max_observed_tokens for task in task_configs), default=max_new_tokens
-    )
-    longest = max_prompt_tokens + max_new_tokens
-    if longest > config.max_position_embeddings:
-        raise ModelDirectoryError(
-            f"max_prompt_tokens is {max_prompt_tokens} and {max_new_tokens} tokens may follow, {longest} in all; the"
-            f" model in {model_dir} has max_position_embeddings = {config.max_position_embeddings}. Lower one of the"
-            " two limits"
-        )
+    _check_positions(task_configs, config, model_dir, max_prompt_tokens, max_new_tokens)
     check_entries(scan_checkpoint(model_dir), config)
     check_manifest(model_dir, config)
     encoding = ChatEncoding(tokenizer, _encoding_version(model_dir))
     for task in task_configs:
         encoding.check_effort(task.effort)
-        _check_image(task, sandbox)
     encoder = PromptEncoder(encoding, max_prompt_tokens=max_prompt_tokens)
     grader = Grader(sandbox.container)
-    tasks = build_tasks(task_configs, grader)
+    tasks = check_tasks(task_configs, sandbox, grader)
+    _check_lengths(tasks, encoder, asks)
     judges = load_judges(task_configs, encoding, config)
     environment = _environment(model_dir, task_configs, sandbox)
     return Parts(
@@ -122,6 +123,81 @@ def load_parts(
         grader=grader,
         judges=judges,
     )
+
+
+def check_tasks(
+    task_configs: Sequence[TaskConfig], sandbox: SandboxConfig, grader: Grader | None = None
+) -> tuple[Task, ...]:
+    """Build tasks, and refuse what can be known of them without a model. Arguments as in ``load_parts`` and
+    ``build_tasks``.
+
+    Raises:
+        TaskError, ToolError: as in ``load_parts``.
+    """
+    for task in task_configs:
+        _check_image(task, sandbox)
+        for tool in task.tools:
+            load_tool(tool)
+    return build_tasks(task_configs, grader)
+
+
+def check_judges(task_configs: Sequence[TaskConfig]) -> None:
+    """Refuse judges whose model directories are not there.
+
+    Raises:
+        ModelDirectoryError: names the task and the setting.
+    """
+    for task in task_configs:
+        for judge in task.judges:
+            if not Path(judge.model_dir).is_dir():
+                raise ModelDirectoryError(
+                    f"task {task.name}: reward.judge.model_dir is {judge.model_dir}, where there is no directory; a"
+                    " model that judges has one in the official layout. Correct it"
+                )
+
+
+def _check_positions(
+    task_configs: Sequence[TaskConfig],
+    config: ModelConfig,
+    model_dir: Path,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+) -> None:
+    """Refuse sequences that are longer than the model's positions."""
+    following, name, observed = max(
+        (
+            (one.budget(max_new_tokens) + one.max_observed_tokens, one.name, one.max_observed_tokens)
+            for one in task_configs
+        ),
+        default=(max_new_tokens, "", 0),
+    )
+    longest = max_prompt_tokens + following
+    if longest <= config.max_position_embeddings:
+        return
+    why, ways = "", "max_prompt_tokens or max_new_tokens"
+    if observed:
+        why = (
+            f": {following - observed} sampled and {observed} that tools of task {name} may say, its (max_turns - 1) *"
+            " max_observation_tokens"
+        )
+        ways += ", or that task's max_turns or max_observation_tokens"
+    raise ModelDirectoryError(
+        f"max_prompt_tokens is {max_prompt_tokens} and {following} tokens may follow{why}; {longest} in all. The model"
+        f" in {model_dir} has max_position_embeddings = {config.max_position_embeddings}. Lower {ways}"
+    )
+
+
+def _check_lengths(tasks: Sequence[Task], encoder: PromptEncoder, asks: Sequence[Split]) -> None:
+    """Refuse questions that are too long; the rest of a large file is met later, which is said."""
+    for task in tasks:
+        for split in asks:
+            for example in spread_examples(task, split):
+                encoder.prompt_ids(example)
+            if isinstance(task.options, DatasetConfig | JudgeConfig) and task.size(split) > spread_limit(task):
+                console.say(
+                    f"task {task.name}: {spread_limit(task)} of its {task.size(split)} {split} prompts, evenly spaced,"
+                    " are within max_prompt_tokens; a longer one among the others stops the run when it is met"
+                )
 
 
 def _encoding_version(model_dir: Path) -> EncodingVersion:

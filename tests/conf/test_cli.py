@@ -175,6 +175,22 @@ def test_addresses() -> None:
     [
         (["trian"], ["trian is not a command", "train"]),
         (["train", "recipe=tinny"], ["recipe=tinny", "Did you mean recipe=tiny?"]),
+        (
+            ["train", "recipe=tiny", "grop.steps=3"],
+            ["grop is no run of recipe=tiny and no setting of train. Did you mean grpo?", "Runs: sft, grpo;"],
+        ),
+        (
+            ["train", "recipe=tiny", "heldout.seed=1"],
+            [
+                "heldout is a run of recipe=tiny that train does not execute",
+                "rollforward eval recipe=tiny heldout.seed=1",
+            ],
+        ),
+        (["train", "recipe=tiny", "optm.lr=3"], ["run grpo: optm is not a setting. Did you mean optim?"]),
+        (
+            ["train", "recipe=tiny", "sft.steps=481"],
+            ["run sft: optim.decay_steps is 460", "Set sft.optim.decay_steps=461 or more"],
+        ),
         (["train", "--fast"], ["--fast is not an option"]),
         (["train", "--cfg", "all"], ["--cfg job"]),
         (["plan"], ["model is required"]),
@@ -283,3 +299,44 @@ def test_a_disk_that_refuses_is_told_without_traceback_and_with_the_way_out(
     said = capsys.readouterr().err
     assert f"error: [Errno {number}] {os.strerror(number)}: 'out/file'. {way_out}" in said
     assert "rollforward resume RUN_DIR" in said, "the same command would begin anew, in a directory of another time"
+
+
+@pytest.fixture
+def asked(calls: list[FakeRun], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What was asked ahead: the run's directory, and those that are yet to be made."""
+    made: list[tuple[str, list[str]]] = []
+
+    def check(config: FakeRun, unmade: list[Path]) -> None:
+        assert not calls, "asked before any run begins"
+        made.append((Path(config.run_dir).name, [path.name for path in unmade]))
+        if config.seed == 9:
+            raise ConfError("seed is 9; it is not. Set seed=8, or model_dir=a")
+
+    module: Any = types.ModuleType("fake_ahead")
+    module.check = check
+    monkeypatch.setitem(sys.modules, "fake_ahead", module)
+    for verb in ("sft", "train"):
+        monkeypatch.setitem(cli.VERBS, verb, cli.VERBS[verb]._replace(ahead="fake_ahead"))
+    return made
+
+
+def test_later_runs_are_asked_before_the_first_begins(
+    calls: list[FakeRun], asked: list[tuple[str, list[str]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out", "seed=9"]) == 2
+    assert (calls, asked) == ([], [("grpo", ["warmup"])])
+    told = "error: grpo, a later run of this recipe, could not begin: seed is 9; it is not. Set grpo.seed=8, or grpo.mo"
+    assert told in capsys.readouterr().err
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out", "seed=8"]) == 0, "another seed: nothing had begun"
+
+
+def test_a_run_that_is_its_turn_asks_for_itself(
+    asked: list[tuple[str, list[str]]], calls: list[FakeRun], tmp_path: Path
+) -> None:
+    assert cli.main(["sft", "run_dir=one"]) == 0
+    calls.clear()
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 0
+    (tmp_path / "out" / "grpo" / "finished.json").unlink()
+    asked.clear()
+    assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 0
+    assert asked == []

@@ -109,9 +109,9 @@ def test_a_choice_inside_a_choice_names_both() -> None:
     ],
 )
 def test_a_setting_is_found_under_the_choice_that_was_made(kind: str, path: str, default: str | None) -> None:
-    found = field_at(Root, {"algo": {"type": kind}}, path)
+    found = field_at(Root, {"algo": {"type": kind}}, tuple(path.split(".")))
     assert (found.default if found else None) == default
-    assert field_at(Root, {}, "algo.edge") is None
+    assert field_at(Root, {}, ("algo", "edge")) is None
 
 
 def test_an_error_names_the_default_of_the_chosen_algorithm() -> None:

@@ -46,6 +46,12 @@ class Part(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight: int = 1
 
 
+class Step(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    algo: Grpo | Cispo
+    place: Literal["here", "there"] = "here"
+    inside: tuple[Grpo | Cispo, ...] | None = None
+
+
 class Run(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int
     algo: Grpo | Cispo
@@ -53,6 +59,8 @@ class Run(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Literal["fp32", "native"] = "native"
     parts: tuple[Part, ...] = ()
     model_dir: str = "."
+    plan: tuple[Step, ...] = ()
+    named: dict[str, Step] = {}
 
 
 @pytest.fixture
@@ -101,7 +109,7 @@ MISTAKES = {
         "belongs to another choice of algo.type",
         "'~algo.clip_high'",
     ],
-    "parts=[{nam: a}]": ["parts[0].nam is not a setting", "parts[0].name"],
+    "parts=[{nam: a}]": ["parts[0].nam is not a setting", "parts.0.name"],
     "algo.group_size=1": ["algo.group_size is 1", ">= 2", "default: 8"],
     "algo.group_size=many": ['algo.group_size is "many"', "expected int"],
     "steps=1.5": ["steps is 1.5", "int"],
@@ -109,10 +117,19 @@ MISTAKES = {
     "optim.lr=inf": ["optim.lr is inf", "finite"],
     "optim.betas=[0.1,nan]": ["optim.betas[1] is nan", "finite"],
     "steps=true": ["steps is true", "int"],
-    "precision=fp16": ['precision is "fp16"', "fp32 | native"],
+    "precision=fp16": ['precision is "fp16"', "It takes fp32 | native"],
     "algo.type=ppo": ['algo.type is "ppo"', "grpo | cispo"],
     "optim.betas=[0.9,0.1]": ["optim.betas is (0.9, 0.1)", "Swap"],
-    "parts=[{weight: 1}]": ["parts[0].name is required"],
+    "parts=[{weight: 1}]": ["parts[0].name is required", "Set parts.0.name=<str>"],
+    "parts=[{name: 1}]": ["parts[0].name is 1", "It takes str; it is required."],
+    "plan=[{algo: {type: gpo}}]": ['plan[0].algo.type is "gpo"', "Did you mean grpo? It takes grpo | cispo;"],
+    "plan=[{algo: {type: grpo, group_size: 1}}]": ["plan[0].algo.group_size is 1", "int >= 2; default: 8"],
+    "plan=[{algo: {type: grpo, clip_high: 1}}]": ["plan[0].algo.clip_high is not a setting", "plan[0].algo.group_size"],
+    "plan=[{algo: {type: grpo}, place: ther}]": ["Did you mean there? It takes here | there; default: here"],
+    "plan=[{algo: {type: grpo}, inside: [{type: x}]}]": ['plan[0].inside[0].type is "x"', "It takes grpo | cispo;"],
+    "plan=[{algo: 3}]": ["plan[0].algo is 3", "expected object"],
+    "plan=[3]": ["plan[0] is 3", "expected object"],
+    "named={a: {algo: {type: grpo}, place: x}}": ['named.a.place is "x"', "It takes here | there; default: here"],
     "algo=gppo": ["algo=gppo", "Did you mean algo=grpo?"],
     "algo=null": ["algo=null: a choice of algo has a name: cispo, grpo", "algo.KEY=VALUE"],
     "algo=5": ["algo=5: a choice of algo has a name: cispo, grpo", "algo.KEY=VALUE"],
@@ -127,6 +144,11 @@ MISTAKES = {
     "hydra.verbose=true": ["Hydra's own settings"],
     "+task=x": ["task is not a setting"],
 }
+
+
+def test_a_key_inside_a_list_is_advised_as_it_can_be_typed(conf: Path) -> None:
+    given = ["parts=[{weight: 1}]", "parts.0.name=a"]
+    assert load_config(Run, "run", given, config_dir=conf).parts == (Part(name="a"),)
 
 
 @pytest.mark.parametrize("override", MISTAKES)

@@ -12,7 +12,15 @@ import pytest
 
 from rollforward.conf.errors import RunDirError
 from rollforward.conf.load import write_resolved
-from rollforward.conf.run_dir import CONFIG_NAME, FINISHED_NAME, check_settings, finish, held, is_finished
+from rollforward.conf.run_dir import (
+    CONFIG_NAME,
+    FINISHED_NAME,
+    check_settings,
+    finish,
+    forget_mistake,
+    held,
+    is_finished,
+)
 from rollforward.conf.schema import movable_keys
 from rollforward.model.train_config import AdamW
 from rollforward.rl.config import RLRun
@@ -154,3 +162,24 @@ def test_only_a_whole_mark_finishes(tmp_path: Path) -> None:
     for content in ("", '{"name"', "[]", "{}"):
         (tmp_path / FINISHED_NAME).write_text(content)
         assert not is_finished(tmp_path)
+
+
+def test_what_a_mistake_before_the_first_step_left_does_not_fix_the_settings(tmp_path: Path) -> None:
+    write_resolved(Settings(steps=1), tmp_path / CONFIG_NAME)
+    (tmp_path / "init").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    forget_mistake(tmp_path)
+    check_settings(tmp_path, Settings(steps=2))
+
+
+@pytest.mark.parametrize("begun", ["metrics.jsonl", "checkpoints/1"])
+def test_what_a_run_that_has_begun_left_stays(tmp_path: Path, begun: str) -> None:
+    write_resolved(Settings(steps=1), tmp_path / CONFIG_NAME)
+    (tmp_path / "init").mkdir()
+    (tmp_path / begun).parent.mkdir(exist_ok=True)
+    (tmp_path / begun).write_text("{}\n")
+    forget_mistake(tmp_path)
+    assert (tmp_path / "init").is_dir()
+    assert (tmp_path / begun).is_file()
+    with pytest.raises(RunDirError, match=r"steps \(was 1, now 2\)"):
+        check_settings(tmp_path, Settings(steps=2))

@@ -18,6 +18,7 @@ from rollforward.conf.cli import main as command_line
 from rollforward.conf.errors import ConfigError
 from rollforward.conf.jobs import plan_jobs
 from rollforward.conf.load import decode
+from rollforward.distill import ahead
 from rollforward.distill.config import DistillRun, ForwardKL, JensenShannon, ReverseKL, SampledToken
 from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError
 from rollforward.distill.train import find_teachers, main, teacher_urls
@@ -242,6 +243,22 @@ def test_a_teacher_that_is_not_there_or_of_another_tokenizer_is_refused_before_a
         assert [word for word in words if word not in told] == [], told
 
 
+def test_a_teacher_that_nobody_makes_is_looked_for_before_the_first_run_of_a_recipe(
+    models: Path, tmp_path: Path
+) -> None:
+    made, absent = {"model_dir": str(tmp_path / "first" / "model")}, {"model_dir": "/nope"}
+    run = small_distill(tmp_path / "run", models / "student", {"a": made, "b": absent}, routing="all")
+    with pytest.raises(TeacherError, match=r"^teachers\.b: /nope is no directory; .*teacher_store$"):
+        ahead.check(run, [tmp_path / "first"])
+    with pytest.raises(TeacherError, match=r"^teachers\.a: .*/first/model is no directory"):
+        ahead.check(run, [])
+    remote = {"a": made, "b": {"model_dir": "memory://nowhere/b"}}
+    with pytest.raises(TeacherError, match=r"^teachers\.b: memory://nowhere/b is no directory"):
+        ahead.check(small_distill(tmp_path / "run", models / "student", remote, routing="all"), [tmp_path / "first"])
+    there = {"a": made, "b": {"model_dir": str(models / "a")}}
+    ahead.check(small_distill(tmp_path / "run", models / "student", there, routing="all"), [tmp_path / "first"])
+
+
 def test_a_step_that_may_need_more_room_than_it_has_is_refused(models: Path, tmp_path: Path) -> None:
     """Six completions of up to six tokens, of width 128 and twice as many teachers: some 8 KiB of vectors and as much
     of manifests."""
@@ -262,7 +279,7 @@ def test_a_refusal_is_told_by_the_command_line_without_a_traceback(
     settings = ["optim={type: adamw, lr: 1e-3}", "sampling.max_new_tokens=6", "steps=1", "prompts_per_step=2"]
     assert command_line(["distill", *words, task, *settings, "micro_batch_tokens=600", "routing=all"]) == 2
     told = capsys.readouterr().err
-    assert "error: /nowhere is no directory; a teacher is a model directory. Correct its model_dir" in told
+    assert "error: teachers.a: /nowhere is no directory; a teacher is a model directory. Correct its model_dir" in told
     assert "Traceback" not in told
 
 

@@ -150,7 +150,7 @@ def test_a_store_must_be_asked_for_somebody() -> None:
 
 def test_a_local_directory_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "maths"
-    told = f"{directory} is no directory.* a teacher maths without one is looked for in teacher_store, {tmp_path}$"
+    told = f"{directory} is no directory.*Correct its model_dir, or, where it has none .*teacher_store$"
     with pytest.raises(TeacherError, match=told):
         fetch(str(directory), tmp_path / "cache")
     directory.mkdir()

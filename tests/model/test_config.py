@@ -252,3 +252,9 @@ def test_schema_modules_import_neither_torch_nor_ray() -> None:
     code = f"import sys, {modules}; print(sorted({{'torch', 'ray'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_runs_settings_are_no_models_and_its_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"run_dir": str(tmp_path), "seed": 0}))
+    with pytest.raises(ConfigError, match=rf"holds the settings of a run, not of a model.* name {tmp_path}/model\.$"):
+        load_model_config(tmp_path)

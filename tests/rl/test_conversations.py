@@ -17,6 +17,7 @@ from rollforward.rl.conversations import (
     tokenizer_texts,
 )
 from rollforward.rl.errors import CursorError, TaskError
+from rollforward.rl.prompts import DataCursor
 from rollforward.rl.tasks.config import TaskOptions
 from rollforward.rl.tasks.types import Example, Score, ScoreReason, Split
 from rollforward.rollout.workspace import Submission
@@ -61,6 +62,10 @@ LIMITS = {"seed": 3, "max_tokens": 64, "max_prompt_tokens": 64, "max_answer_toke
 
 def source(task: Copies | None = None, **changes: Any) -> ConversationSource:
     return ConversationSource([task or Copies()], encoding(), **(LIMITS | changes))
+
+
+def _drawn(conversations: ConversationSource) -> tuple[tuple[PackedConversations, ...], DataCursor]:
+    return conversations.draw(conversations.start(), 1)
 
 
 def sequences(batch: PackedConversations) -> list[tuple[int, ...]]:
@@ -138,12 +143,12 @@ def test_a_cursor_of_the_prompts_is_refused() -> None:
 def test_a_prompt_or_an_answer_over_its_limit_is_an_error(limit: str) -> None:
     limits: dict[str, Any] = {limit: 2}
     with pytest.raises(TaskError, match=f"{limit} = 2"):
-        source(**limits).draw(source().start(), 30)
+        source(**limits)
 
 
 def test_a_conversation_over_the_budget_is_an_error() -> None:
     with pytest.raises(TaskError, match="more than the micro-batch budget of 8"):
-        source(max_tokens=8).draw(source(max_tokens=8).start(), 30)
+        source(max_tokens=8)
 
 
 def test_a_question_without_an_answer_is_an_error() -> None:
@@ -166,7 +171,7 @@ def calling() -> Copies:
 
 
 def test_a_demonstration_is_learned_with_its_calls_and_without_their_results() -> None:
-    batches, _ = source(calling(), max_tokens=512, max_answer_tokens=256).draw(source(calling()).start(), 1)
+    batches, _ = _drawn(source(calling(), max_tokens=512, max_answer_tokens=256))
     trained: list[list[int]] = []
     for target, is_trained, before in zip(
         batches[0].target_ids_T.tolist(),
@@ -198,13 +203,13 @@ def test_what_tools_say_may_come_to_the_prompt() -> None:
     limits = {"max_tokens": 512, "max_answer_tokens": 256}
     whole = encoding().encode_conversation(solved_messages(task.example(1)))
     num_untrained = len(whole.token_ids) - sum(whole.trained_mask)
-    source(task, max_prompt_tokens=num_untrained - 32 + 8, **limits).draw(source(task).start(), 1)
+    _drawn(source(task, max_prompt_tokens=num_untrained - 32 + 8, **limits))
     with pytest.raises(TaskError, match=r"max_observation_tokens \* \(max_turns - 1\), together"):
-        source(task, max_prompt_tokens=num_untrained - 32 - 8, **limits).draw(source(task).start(), 8)
+        source(task, max_prompt_tokens=num_untrained - 32 - 8, **limits)
 
 
 def test_a_tasks_own_budget_goes_before_the_runs() -> None:
     task = Copies()
     task.options = TaskOptions(name="copies", max_new_tokens=2)
     with pytest.raises(TaskError, match="more than the task's max_new_tokens = 2"):
-        source(task).draw(source(task).start(), 30)
+        source(task)

@@ -41,6 +41,7 @@ from rollforward.rollout.types import (
 )
 from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.config import ToolConfig
+from rollforward.sandbox.toolset import load_tool
 
 
 class _Echo:
@@ -92,6 +93,15 @@ def test_requests_are_in_training_order_with_the_seeds_of_the_contract(encoder: 
 def test_a_prompt_beyond_the_limit_is_refused_with_the_way_out(encoder: PromptEncoder) -> None:
     with pytest.raises(TaskError, match=r"task echo: train example 3 has \d+ prompt tokens; max_prompt_tokens is 24"):
         encoder.prompt_ids(_example("three " * 40, 3))
+
+
+def test_a_prompt_beyond_the_limit_names_the_list_of_tools(encoder: PromptEncoder) -> None:
+    listed = msgspec.structs.replace(_example("one", 3), tools=(load_tool(ToolConfig(name="calculator")),))
+    told = (
+        r"Raise it, or make the questions shorter, or set the task's list_tools=false: the list of its tools is \d+ tok"
+    )
+    with pytest.raises(TaskError, match=told):
+        encoder.prompt_ids(listed)
 
 
 def _completion(request: Any, ids: list[int], failure: FailureType | None = None) -> Completion:

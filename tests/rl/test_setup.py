@@ -1,6 +1,7 @@
 """Proves: a model directory that cannot serve a run is refused with its reason before weights are read; the tools of a
 run do not depend on the directory of who calls them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rollforward.model.config import preset
 from rollforward.model.encoding_version import APRIL, ENCODING_FILE, LATER, encoding_file
 from rollforward.model.errors import CheckpointError, ConfigError, EncodingError, TokenizerError
 from rollforward.model.train_config import AdamW, HybridMuon
+from rollforward.rl import prompts
 from rollforward.rl.errors import ModelDirectoryError, TaskError
 from rollforward.rl.setup import Parts, check_learner, load_parts
 from tests.helpers.runs import TASK, small_run, write_model
@@ -91,3 +93,66 @@ def test_ranks_over_which_muons_matrices_do_not_fit_are_refused_with_the_names_o
     with pytest.raises(ConfigError, match=refusal):
         check_learner(tiny, HybridMuon(lr=1e-3), 64)
     check_learner(tiny, HybridMuon(lr=1e-3, zero_size=16), 32)
+
+
+def _file_task(path: Path, questions: list[str]) -> dict[str, object]:
+    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in questions))
+    return {"type": "dataset", "name": "mine", "path": str(path), "reward": {"type": "math_verify"}, "heldout_size": 4}
+
+
+def test_a_question_that_is_too_long_stops_the_run_at_its_start(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model")
+    questions = [f"{index} + 1 = ?" + " 1" * (200 if index % 10 == 9 else 0) for index in range(60)]
+    run = small_run(model_dir, model_dir, tasks=[_file_task(tmp_path / "long.jsonl", questions)])
+    with pytest.raises(
+        TaskError, match=r"task mine: (train|heldout) example \d+ has \d+ prompt tokens; max_prompt_tok"
+    ):
+        load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox)
+    load_parts(model_dir, run.tasks, max_prompt_tokens=450, max_new_tokens=6, sandbox=run.sandbox)
+
+
+def test_of_a_large_file_as_much_as_costs_seconds_is_looked_at_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prompts, "_SPREAD_ROWS", 8)
+    model_dir = write_model(tmp_path / "model")
+    tasks = [_file_task(tmp_path / "large.jsonl", [f"{index} + 1 = ?" for index in range(60)])]
+    run = small_run(model_dir, model_dir, tasks=tasks)
+    load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox)
+    assert (
+        "task mine: 8 of its 56 train prompts, evenly spaced, are within max_prompt_tokens" in capsys.readouterr().err
+    )
+
+
+def test_an_evaluation_is_not_refused_for_questions_that_it_never_asks(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model")
+    train = _file_task(tmp_path / "long.jsonl", [f"{index} + 1 = ?" + " 1" * 200 for index in range(60)])
+    _file_task(tmp_path / "short.jsonl", [f"{index} + 2 = ?" for index in range(8)])
+    run = small_run(model_dir, model_dir, tasks=[{**train, "heldout_path": str(tmp_path / "short.jsonl")}])
+    load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox, asks=("heldout",))
+    with pytest.raises(TaskError, match="task mine: train example 0 has"):
+        load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox)
+
+
+def test_a_model_directory_that_is_not_there_is_named_by_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ModelDirectoryError, match=rf"^model_dir is {tmp_path}/absent, where there is no directory"):
+        _load(tmp_path / "absent")
+
+
+def test_what_tools_may_say_is_named_among_the_limits(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model")
+    positions = _load(model_dir).model_config.max_position_embeddings
+    task = {
+        **TASK,
+        "tools": [{"name": "calculator"}],
+        "max_turns": 3,
+        "max_observation_tokens": positions,
+        "list_tools": False,
+    }
+    run = small_run(model_dir, model_dir, tasks=[task], micro_batch_tokens=8 * positions)
+    told = (
+        rf"{2 * positions + 6} tokens may follow: 6 sampled and {2 * positions} that tools of task chain_sum may say,"
+        r" its \(max_turns - 1\) \* max_observation_tokens; .*or that task's max_turns or max_observation_tokens$"
+    )
+    with pytest.raises(ModelDirectoryError, match=told):
+        load_parts(model_dir, run.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=run.sandbox)
