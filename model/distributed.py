@@ -2,6 +2,8 @@
 
 import sys
 import uuid
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +16,9 @@ OPERATION_TIMEOUT_S = 1800.0
 """How long a rank waits for another that is alive: longer than a pass over its micro-batches takes."""
 
 _RENDEZVOUS_PREFIX = ".rendezvous-"
+
+_IN_THE_GROUP: list["weakref.finalize[..., object]"] = []
+"""Ends of what works in the group that this process is in."""
 
 
 def new_rendezvous(directory: Path) -> Path:
@@ -44,6 +49,7 @@ def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float 
     """
     if timeout_s < 0.001:  # gloo counts milliseconds, and takes none for no limit
         raise TrainerError(f"timeout_s is {timeout_s}; ranks wait for each other for 0.001 s at least. Leave it out")
+    excepthook = sys.excepthook
     try:
         torch.distributed.init_process_group(
             "gloo",
@@ -57,10 +63,25 @@ def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float 
             f"rank {rank} met no group of {num_ranks} ranks at {rendezvous} within {timeout_s:g} s; all must come. Look"
             f" at the others' logs and start all again. gloo says: {first_line(error)}"
         ) from error
+    finally:
+        sys.excepthook = excepthook  # torch's tells every traceback twice, in later groups and without one too
+
+
+def end_in_group(owner: object, end: Callable[[], object]) -> None:
+    """Have ``end`` called once, when nobody has ``owner`` any more or, before that, when the group is left.
+
+    The second is what happens to a run that an error ended: the error's frames hold ``owner`` until it has been told.
+    """
+    finalizer = weakref.finalize(owner, end)
+    finalizer.atexit = False
+    _IN_THE_GROUP[:] = [*(one for one in _IN_THE_GROUP if one.alive), finalizer]
 
 
 def leave_group() -> None:
-    """Leave the group; does nothing without one. This process may join another one afterwards."""
+    """Leave the group, after what still works in it has ended; does nothing without one. This process may join another
+    one afterwards."""
+    while _IN_THE_GROUP:
+        _IN_THE_GROUP.pop()()
     if torch.distributed.is_initialized():
         deepspeed = sys.modules.get("deepspeed")  # where it is in use; it would give the next group this one's state
         if deepspeed is not None and deepspeed.comm.is_initialized():

@@ -10,7 +10,6 @@ Here: the engine and its state by name. Not here: sums, norms and clipping (`opt
 
 import contextlib
 import io
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from torch import Tensor, nn
 
+from rollforward.model.distributed import end_in_group
 from rollforward.model.train_config import OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,7 +55,7 @@ class DeepSpeedAdamW:
         )
         self._engine: Any = deepspeed.initialize(model=module, optimizer=adamw, config=_DEEPSPEED)[0]
         # DeepSpeed's hooks keep the engine, and with it all state, until it is destroyed.
-        weakref.finalize(self, self._engine.destroy).atexit = False
+        end_in_group(self, self._engine.destroy)
         self._begin_moments()
 
     def parameters(self) -> dict[str, Tensor]:

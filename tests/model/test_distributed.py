@@ -1,9 +1,12 @@
 """Proves: a rendezvous is fresh, those that killed groups left are removed, a group with a rank missing is given up;
-one process trains in one group after the other.
+one process trains in one group after the other, and what an error
+still holds of an optimizer has ended when the group is left.
 
 What happens when a rank of a complete group dies or hangs: test_collectives.py.
 """
 
+import gc
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,26 @@ def trains_in_two_groups(rank: int, directory: str) -> None:
 def test_a_process_trains_in_one_group_after_the_other(tmp_path: Path) -> None:
     """As the runs of a recipe do, of which two may be SFT."""
     run_on_ranks(trains_in_two_groups, 1, tmp_path, str(tmp_path))
+
+
+def fails_while_it_trains(rank: int, directory: str) -> None:
+    told: list[object] = []
+    sys.unraisablehook = told.append  # where the end of an object is said to have failed
+    leave_group()
+    join_group(Path(directory) / "fails", rank=rank, num_ranks=1)
+    with pytest.raises(ZeroDivisionError) as held:
+        _train_and_fail()
+    leave_group()
+    del held  # its frames held the optimizer
+    gc.collect()
+    assert told == []
+    assert sys.excepthook is sys.__excepthook__, "torch's would tell a traceback twice, once behind [rank0]"
+
+
+def _train_and_fail() -> None:
+    optimizer = DeepSpeedAdamW({"weight": torch.ones(3)}, AdamW(lr=0.1, weight_decay=0.0))
+    optimizer.step({"weight": torch.ones(3)}, lr=1 / 0)
+
+
+def test_an_error_that_holds_an_optimizer_says_nothing_of_its_end(tmp_path: Path) -> None:
+    run_on_ranks(fails_while_it_trains, 1, tmp_path, str(tmp_path))
