@@ -9,15 +9,16 @@ import contextlib
 import importlib
 import importlib.metadata
 import itertools
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from rollforward.conf import console
 from rollforward.conf.drill import plan_drill
-from rollforward.conf.errors import UsageError, told, user_error
+from rollforward.conf.errors import UsageError, told, user_error, world_error
 from rollforward.conf.execute import execute
 from rollforward.conf.jobs import VERBS, Job, Verb, plan_jobs, schema_of, works_in_run_dir
 from rollforward.conf.load import compose_data, config_groups, set_library_environment, to_yaml
@@ -32,22 +33,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line.
 
     Returns:
-        0 done; 2 a mistake that the user can put right, told in a line or two; 130 interrupted; otherwise what the
-        verb's main returned.
+        0 done; 2 a mistake that the user can put right, 1 what the world did, both told in a line or two; 130
+        interrupted, by Ctrl-C or SIGTERM; otherwise what the verb's main returned.
     """
     set_library_environment()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        with _ended_like_interrupted():
+            return _dispatch(arguments)
     except KeyboardInterrupt:
         console.fail("interrupted")
         return 130
     except Exception as error:
         mistake = user_error(error)
-        if mistake is None:
+        if mistake is not None:
+            console.fail(told(mistake))
+            return 2
+        happened = world_error(error)
+        if happened is None:
             raise
-        console.fail(told(mistake))
-        return 2
+        console.fail(str(happened))
+        return 1
+
+
+@contextlib.contextmanager
+def _ended_like_interrupted() -> Generator[None]:
+    """Makes SIGTERM, which the end of a pod or a job is told by, an interruption: what is open is closed, and what goes
+    on is said."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _dispatch(arguments: list[str]) -> int:

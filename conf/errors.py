@@ -46,15 +46,26 @@ _DISK_ERRORS = (*_FORBIDDEN, *_FULL)
 def user_error(error: BaseException) -> BaseException | None:
     """The error to tell without a traceback: a ValueError of some folder's errors.py or a disk that refuses, also when
     Ray wrapped it; None for anything else."""
-    cause = getattr(error, "cause", None)
-    for candidate in (cause, error):
+    for candidate in (getattr(error, "cause", None), error):
         if isinstance(candidate, OSError) and candidate.errno in _DISK_ERRORS:
             return candidate
-        if isinstance(candidate, ValueError):
-            modules = [base.__module__.split(".") for base in type(candidate).__mro__]
-            if any(parts[0] == "rollforward" and parts[-1] == "errors" for parts in modules):
-                return candidate
+        if isinstance(candidate, ValueError) and _is_ours(candidate):
+            return candidate
     return None
+
+
+def world_error(error: BaseException) -> BaseException | None:
+    """Any other error of some folder's errors.py, whose message says what happened and what to do: it is told without
+    a traceback too, also when Ray wrapped it. None for a bug, whose traceback says more."""
+    for candidate in (getattr(error, "cause", None), error):
+        if isinstance(candidate, BaseException) and _is_ours(candidate):
+            return candidate
+    return None
+
+
+def _is_ours(error: BaseException) -> bool:
+    modules = [base.__module__.split(".") for base in type(error).__mro__]
+    return any(parts[0] == "rollforward" and parts[-1] == "errors" for parts in modules)
 
 
 def told(error: BaseException) -> str:

@@ -178,11 +178,15 @@ def nothing_to_train(groups: Sequence[Group], others: str) -> NoTrainableTraject
     fail."""
     members = [trajectory for group in groups for trajectory in group.trajectories]
     num_lost = {kind: sum(one.failure == kind for one in members) for kind in FailureType if kind.is_excluded}
+    way_out = "Mend what failed, then `rollforward resume` with the run's directory scores the step again"
+    if num_lost[FailureType.INFRA]:
+        way_out += (
+            ". The token log goes on answering with failures of sampling: to sample the step again remove run_dir/wal"
+            " before"
+        )
     return NoTrainableTrajectoriesError(
-        f"none of the {len(members)} trajectories can be trained;"
-        f" {', '.join(f'{count} failed as {kind}' for kind, count in num_lost.items())}, {others}. Mend what failed."
-        " The token log goes on answering with failures of sampling: to sample the step again remove run_dir/wal before"
-        " you resume"
+        f"none of the {len(members)} trajectories can be trained, and a step needs one;"
+        f" {', '.join(f'{count} failed as {kind}' for kind, count in num_lost.items())}, {others}. {way_out}"
     )
 
 

@@ -47,7 +47,7 @@ from rollforward.rl.checkpoints import (
     save_checkpoint,
 )
 from rollforward.rl.config import LoopRun
-from rollforward.rl.errors import ProbabilityMismatchError
+from rollforward.rl.errors import NoTrainableTrajectoriesError, ProbabilityMismatchError
 from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.judge.judging import Judging
 from rollforward.rl.judge.metrics import judge_metrics, reward_metrics
@@ -66,11 +66,11 @@ from rollforward.rl.sampling import (
     shuffle_rewards,
 )
 from rollforward.rl.stages import Stages
-from rollforward.rl.tasks.types import Task, Unscored
+from rollforward.rl.tasks.types import Task
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.agent_retention import retire_commands
 from rollforward.rollout.replica import LogStats
-from rollforward.rollout.types import Completion, FailureType, Request
+from rollforward.rollout.types import Completion, Request
 from rollforward.rollout.wal_retention import Retirement
 from rollforward.rollout.wal_scan import Problem
 from rollforward.rollout.weights import (
@@ -245,7 +245,11 @@ class Controller:
         run = self._run
         step_groups = self._sample(state)
         sampled = step_groups.sampled
-        batch = self._stages.batch(step_groups.trained)
+        try:
+            batch = self._stages.batch(step_groups.trained)
+        except NoTrainableTrajectoriesError as error:
+            said = [f"step {state.step + 1}", describe_unscored(sampled.scores), str(error)]
+            raise NoTrainableTrajectoriesError(": ".join(filter(None, said))) from error
         with self._timed("write_samples"):
             step_dir = write_step(self._run_dir / SAMPLES_NAME, state.step, batch)
         metrics = self._stages.learn(step_dir, batch, self._timed)
@@ -314,7 +318,6 @@ class Controller:
             )
         if (unscored := describe_unscored(scores)) is not None:
             say(f"step {step + 1}: {unscored}")
-        infra = tuple(one for one in scores if isinstance(one, Unscored) and one.failure is FailureType.INFRA)
         turns = read_turns(examples, completions, self._encoder)
         groups = build_groups(examples, requests, completions, scores, self._tasks, turns)
         if rules.shuffle_rewards:
@@ -327,7 +330,7 @@ class Controller:
             turns=sampled.turns | turns,
             groups=(*sampled.groups, *groups),
             metrics=(*sampled.metrics, *reward_metrics(scores), *judge_metrics(scores)),
-            infra=(*sampled.infra, *infra),
+            scores=(*sampled.scores, *scores),
         )
 
     def _require_equal_probs(self, step: int, probs_diff_max: float) -> None:

@@ -21,8 +21,8 @@ from rollforward.model.metrics import Metric
 from rollforward.rl.algorithms import DynamicSampling, Truncation
 from rollforward.rl.errors import InfraFailureError
 from rollforward.rl.prompts import DataCursor
-from rollforward.rl.tasks.types import Example, Unscored
-from rollforward.rollout.types import Completion, Group, RequestId, Trajectory
+from rollforward.rl.tasks.types import Example, Score, Unscored
+from rollforward.rollout.types import Completion, FailureType, Group, RequestId, Trajectory
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -42,8 +42,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Scored, in the order of prompts."""
     metrics: tuple[Metric, ...] = ()
     """What the parts of rewards and their judges said, by draw."""
-    infra: tuple[Unscored, ...] = ()
-    """Why completions have no score that the platform failed, in sampling or judging."""
+    scores: tuple[Score | Unscored, ...] = ()
+    """Of every completion; an infra failure is the platform's, in sampling or judging."""
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -137,11 +137,12 @@ def check_infra(sampled: Sampled, *, step: int, max_share: float) -> None:
     Raises:
         InfraFailureError: more of them failed.
     """
-    failed, total = len(sampled.infra), len(sampled.completions)
+    infra = [one for one in sampled.scores if isinstance(one, Unscored) and one.failure is FailureType.INFRA]
+    failed, total = len(infra), len(sampled.completions)
     if failed > max_share * total:
         raise InfraFailureError(
             f"step {step + 1}: the platform failed {failed} of {total} completions, more than"
-            f" rollout.max_infra_share = {max_share:g} allows; the first because {sampled.infra[0].detail}. What is"
+            f" rollout.max_infra_share = {max_share:g} allows; the first because {infra[0].detail}. What is"
             " durable is kept: mend that, then `rollforward resume` with the run's directory goes on"
         )
 

@@ -175,7 +175,7 @@ def test_a_step_that_the_platform_failed_too_much_of_stops_the_run(failed: int, 
     )
     infra = [Unscored(failure=FailureType.INFRA, detail=f"sandbox {n} is gone") for n in range(failed)]
     sampled = Sampled(
-        cursor=DataCursor(source="x", epoch=0, position=0), completions=(completion,) * 4, infra=tuple(infra)
+        cursor=DataCursor(source="x", epoch=0, position=0), completions=(completion,) * 4, scores=tuple(infra)
     )
     if not stops:
         check_infra(sampled, step=3, max_share=max_share)
