@@ -97,8 +97,8 @@ def _parse(config: ToolConfig) -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        at = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        raise _fault(config, f"is no Python: {error}{at}. Correct it") from None
+        said = f"{error.msg} (line {error.lineno})" if isinstance(error, SyntaxError) else error
+        raise _fault(config, f"is no Python: {said}. Correct it") from None
 
 
 def _is_final(config: ToolConfig, tree: ast.Module) -> bool:

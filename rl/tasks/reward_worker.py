@@ -141,7 +141,9 @@ def _find(module: ModuleType, name: str) -> Callable[[str, str | None, str], Any
 
 
 def _raised(error: BaseException) -> Raised:
-    frames = traceback.extract_tb(error.__traceback__)
+    # Of a file that is no Python only our own frames and those of the import are left; the error names its line itself.
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+    frames = [one for one in frames if one.filename != __file__]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     try:
         text = f"{type(error).__name__}: {error}"

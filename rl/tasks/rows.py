@@ -98,6 +98,12 @@ def open_rows(
     if isinstance(source, Evens):
         return MadeRows(_Columns(Path(), settings, tools or {}, owner, str(source)), source)
     path = Path(source)
+    if path.is_dir():
+        files = sorted(one.name for one in path.iterdir() if one.suffix.lower() in (".jsonl", ".parquet"))
+        held = f"it holds {', '.join(files[:6])}{', ...' if len(files) > 6 else ''}" if files else "it holds none"
+        raise TaskError(
+            f"{owner}: {path} is a directory; a dataset is a .jsonl or .parquet file, and {held}. Name the file"
+        )
     if not path.is_file():
         raise TaskError(
             f"{owner}: there is no file {path} (from the directory {Path.cwd()}). {_nearest_file(path)}Correct the path"

@@ -55,7 +55,7 @@ def test_every_annotation_that_json_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("def f(:", "no Python"),
+        ("def f(:", "is no Python: invalid syntax (line 1). Correct it"),
         ("x = '\0'", "no Python"),
         ("def g(a: int):\n    'Doc.'", "has no function 'f'; it has g"),
         ("class C:\n    def f(self):\n        'Doc.'", "it has none"),

@@ -160,7 +160,7 @@ def test_a_bad_parquet_file_is_named_with_the_way_out(tmp_path: Path, columns: d
         ("data.jsnl", r"The nearest is .*data\.jsonl\. Correct"),
         ("no/data.jsonl", "There is no directory .*/no either"),
         ("data.csv", r"ends with '\.csv'; a dataset is a \.jsonl file.*or a \.parquet file\. Convert it"),
-        (".", "there is no file"),
+        (".", r"is a directory; a dataset is a \.jsonl or \.parquet file, and it holds data\.jsonl\. Name the file"),
     ],
 )
 def test_a_file_that_cannot_be_one_is_refused(tmp_path: Path, name: str, message: str) -> None:
