@@ -1,5 +1,7 @@
 """Proves: every YAML file that ships loads by its real schema: each run of each recipe, each option of each group."""
 
+import importlib
+
 import msgspec
 import pytest
 
@@ -40,3 +42,8 @@ def test_no_other_yaml_lies_about() -> None:
     known = {f"{verb}.yaml" for verb in VERBS} | {f"recipe/{name}.yaml" for name in recipe_names()}
     known |= {f"{group}/{option}.yaml" for group, options in config_groups().items() for option in options}
     assert {file.relative_to(CONFIG_DIR).as_posix() for file in CONFIG_DIR.rglob("*.yaml")} == known
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.ahead is not None])
+def test_what_a_verb_asks_ahead_is_there(verb: str) -> None:
+    assert callable(importlib.import_module(str(VERBS[verb].ahead)).check)
