@@ -376,12 +376,16 @@ class Instance:
                 break
             await asyncio.sleep(0.001 * (attempt + 1))
 
+    def _let_go(self) -> None:
+        """Close what it had open, whoever has found it gone. Nobody waits there: its processes have ended."""
+
     def _finish(self) -> bool:
         """Let go of its name and its user if nothing of it is left, or else kill it again; whether nothing is."""
         if self._is_gone:
             return True
         self._is_gone = (self._pidfd < 0 or self._is_dead) and self._group.remove()
         if self._is_gone:
+            self._let_go()
             self._forget(self)
         else:
             self._group.kill()

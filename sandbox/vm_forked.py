@@ -147,10 +147,10 @@ class ForkedMachine(Machine):
         finally:
             vm_state.close_all([disk])
 
-    async def kill(self) -> None:
+    def _let_go(self) -> None:
         """See `Instance`."""
-        await super().kill()
-        if self.is_gone and self._disk >= 0:
+        super()._let_go()
+        if self._disk >= 0:
             os.close(self._disk)
             self._disk = -1
 

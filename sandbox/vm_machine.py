@@ -362,11 +362,8 @@ class Machine(Instance):
                 raise gone_error(self.id, await self._lose()) from None
             raise
 
-    async def kill(self) -> None:
+    def _let_go(self) -> None:
         """See `Instance`."""
-        await super().kill()
-        if not self.is_gone:
-            return  # somebody may wait at these, and would wait at whatever gets their numbers next
         for end in (self._keeper, self._monitor):
             if end is not None:
                 end.close()

@@ -3,9 +3,12 @@ deadlines, memory, files, tools, snapshots) and on the host's (what its emulator
 nothing); and machines of one state differ in all that must differ.
 """
 
+import asyncio
+import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +176,31 @@ def test_a_snapshot_of_a_machine_goes_on_as_nothing_else(world: MachineWorld) ->
         world.create(SMALL_BUT_ONE, saved=saved)
     with pytest.raises(SandboxFileError, match="none of a machine"):
         world.create(saved=saved[:1000])
+
+
+def test_who_kills_one_and_goes_away_leaves_nothing_open(world: MachineWorld) -> None:
+    """A call that is cancelled does not see the end, which somebody else finds."""
+    world.do(world.create().kill())
+    before = _open_files()
+
+    async def killed(machine: Instance) -> None:
+        killing = asyncio.create_task(machine.kill())
+        await asyncio.sleep(0)
+        killing.cancel()
+        while not machine.is_gone:
+            await asyncio.sleep(0.01)
+
+    for _ in range(3):
+        world.do(killed(world.create()))
+    assert _open_files() - before == Counter()
+
+
+def _open_files() -> Counter[str]:
+    found = Counter[str]()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[os.readlink(f"/proc/self/fd/{name}").partition("[")[0]] += 1
+    return found
 
 
 def test_one_that_is_paused_stands_still_and_goes_on_in_time(world: MachineWorld, machine: Instance) -> None:
