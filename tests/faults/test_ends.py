@@ -77,8 +77,15 @@ def _assert_interrupted(code: int, text: str, name: str, run_dir: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("optim", [MUON, ADAMW], ids=["muon", "adamw"])
+@pytest.mark.parametrize(
+    ("number", "optim"),
+    [
+        pytest.param(signal.SIGTERM, MUON, id="SIGTERM-muon"),
+        pytest.param(signal.SIGINT, MUON, id="SIGINT-muon", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ADAMW, id="SIGTERM-adamw", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, ADAMW, id="SIGINT-adamw", marks=pytest.mark.slow),
+    ],
+)
 def test_fine_tuning_that_is_ended_says_how_it_goes_on_and_nothing_more(
     model_dir: Path, tmp_path: Path, number: signal.Signals, optim: str
 ) -> None:
@@ -88,6 +95,7 @@ def test_fine_tuning_that_is_ended_says_how_it_goes_on_and_nothing_more(
     _assert_interrupted(code, text, "sft", run_dir)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_ended_says_how_it_goes_on(model_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     settings = (TASKS, *COMMON, "prompts=12", "sampling={max_new_tokens: 2000, temperature: 1.0}")
@@ -96,6 +104,7 @@ def test_an_evaluation_that_is_ended_says_how_it_goes_on(model_dir: Path, tmp_pa
     _assert_interrupted(code, text, "eval", run_dir)
 
 
+@pytest.mark.slow
 def test_distillation_that_is_ended_says_how_it_goes_on(model_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     teachers = f"teachers={{same: {{model_dir: {model_dir}, tasks: [chain_sum]}}}}"
@@ -118,6 +127,7 @@ def test_fine_tuning_that_an_error_ends_says_it_in_a_line(model_dir: Path, tmp_p
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_raises_ends_a_run_in_a_line_that_names_it(model_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     (tmp_path / "reward.py").write_text("def score(question, answer, text):\n    return 1 / 0\n")
