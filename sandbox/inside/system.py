@@ -117,6 +117,11 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     check(result, f"mounting {target}")
 
 
+def unmount(target: str) -> None:
+    """Let go of what is mounted there, once nobody uses it."""
+    check(_LIBC.umount2(target.encode(), _MNT_DETACH), f"letting go of {target}")
+
+
 def bind(source: str, target: str) -> None:
     """Show a file, or a directory with all that is mounted below it, at another place too."""
     mount(source, target, flags=MS_BIND | MS_REC)
