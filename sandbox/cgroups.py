@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from rollforward.sandbox.inside import system
+
 _PREFIX: Final = "rollforward"
 _LABEL: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _V1: Final = ("memory", "pids")
-_EVENTS_BYTES: Final = 4096
 _FREEZE_S: Final = 5.0
 _LOOK_S: Final = 0.0005
 
@@ -173,10 +174,9 @@ class Group:
         """Processes that the kernel has killed in it because there was no memory."""
         try:  # before and after every command, so with as few steps as can be
             with open(self._events, "rb", buffering=0) as file:
-                _, _, rest = (file.read(_EVENTS_BYTES) or b"").partition(b"\noom_kill ")
+                return system.oom_kills(file.fileno())
         except OSError:
             return 0
-        return int(rest.partition(b"\n")[0] or 0)
 
     def processes(self) -> list[int]:
         """Those in it."""

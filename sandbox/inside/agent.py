@@ -267,7 +267,6 @@ class Agent:
             self._bury()
         if request["op"] == "call":
             running = Running(request, self._dispatch(request, blob, []), b"", 0)
-            self._spare_at = 0.0  # it will take no other
         else:
             (stdout, stderr), theirs = self._pipes or make_pipes()
             self._pipes = None
@@ -288,10 +287,11 @@ class Agent:
                     os.close(descriptor)
             running = Running(request, process, blob, self._room.limits["output_bytes"])
             running.attach(*ours)
-            self._spare_at = running.start + _SHORT_S * self._room.pace
         self._look_after(running)
 
     def _look_after(self, running: Running) -> None:
+        # A call is the last request of its process; after a command the next one may have it, if that is short.
+        self._spare_at = 0.0 if running.is_call else running.start + _SHORT_S * self._room.pace
         self._running[running.process.pid] = running
         for descriptor in (running.channel, running.process.pidfd):
             self._watch(running, descriptor, select.POLLIN)
@@ -328,7 +328,6 @@ class Agent:
             self._watch(running, process.pidfd, select.POLLIN)
             return
         running.attach(-1, *around.streams)
-        self._spare_at = running.start + _SHORT_S * self._room.pace
         self._look_after(running)
         said = around.said()
         said[0] = process.ready(said[0])
@@ -460,7 +459,7 @@ class Agent:
             "is_full": files.is_full(self._upper),
         }
         if self._events >= 0:
-            head["ooms"] = oom_kills(self._events)
+            head["ooms"] = system.oom_kills(self._events)
         report = running.report.value()
         if running.is_call:
             _say(head, report[: running.report_bytes])
@@ -472,13 +471,3 @@ class Agent:
         elif len(report) >= command.REPORT.size:  # what the process around a command said of it
             _, head["leader"], head["leader_cpu_s"] = command.REPORT.unpack(report)
         _say(head, out.value(), err.value())
-
-
-def oom_kills(events: int) -> int:
-    """Processes that the kernel has killed in a control group for memory.
-
-    Args:
-        events: a descriptor of its memory.events.
-    """
-    _, _, rest = os.pread(events, 1 << 12, 0).partition(b"\noom_kill ")
-    return int(rest.partition(b"\n")[0] or 0)

@@ -28,7 +28,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Final
 
-from rollforward.sandbox.inside import agent, frames, hearing, native, root, system, template
+from rollforward.sandbox.inside import frames, hearing, native, root, system, template
 
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x4008_5203, 0x5207
 _FINIT_MODULE: Final = {"x86_64": 313, "aarch64": 273}
@@ -105,8 +105,10 @@ def _map_fewer_pages() -> None:
     place = "/sys/kernel/debug"
     with contextlib.suppress(OSError):  # a kernel without it does more work
         system.mount("debugfs", place, "debugfs")
-        Path(place, "fault_around_bytes").write_text(str(_FAULT_AROUND_BYTES))
-        system.unmount(place)
+        try:
+            Path(place, "fault_around_bytes").write_text(str(_FAULT_AROUND_BYTES))
+        finally:
+            system.unmount(place)
 
 
 def _load(path: str) -> None:
@@ -251,9 +253,9 @@ def _serve(control: int, keeper: int, programs: list[str]) -> None:
     while pidfd not in (ready := [descriptor for descriptor, _ in poller.poll()]):
         if keeper in ready:
             _renew(hearing.receive(keeper)[0])
-            system.write_all(keeper, frames.pack({"ooms": agent.oom_kills(events)}))
+            system.write_all(keeper, frames.pack({"ooms": system.oom_kills(events)}))
     os.waitpid(pid, 0)
-    if kills := agent.oom_kills(events):
+    if kills := system.oom_kills(events):
         system.write_all(control, frames.pack({"id": -1, "last_words": str(kills)}))
 
 

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-_ENVIRONMENT: Final = {"PATH": PATH, "HOME": "/home", "USER": "user", "LANG": "C.UTF-8", "TERM": "dumb"}
+_PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+_ENVIRONMENT: Final = {"PATH": _PATH, "HOME": "/home", "USER": "user", "LANG": "C.UTF-8", "TERM": "dumb"}
 _COUNTS: Final = struct.Struct("<II")
 
 

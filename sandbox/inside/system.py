@@ -213,6 +213,16 @@ def sync_file_system(descriptor: int) -> None:
     check(_LIBC.syncfs(descriptor), "writing to the device")
 
 
+def oom_kills(events: int) -> int:
+    """Processes that the kernel has killed in a control group for memory.
+
+    Args:
+        events: a descriptor of its memory.events, or in version 1 memory.oom_control.
+    """
+    _, _, rest = os.pread(events, 1 << 12, 0).partition(b"\noom_kill ")
+    return int(rest.partition(b"\n")[0] or 0)
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write to the end."""
     view = memoryview(data)
