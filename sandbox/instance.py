@@ -338,10 +338,10 @@ class Instance:
             raise SandboxFileError(f"sandbox {self.id}: {said}")
         return parts.found
 
-    def _signal(self) -> None:
+    def _signal(self, number: signal.Signals = signal.SIGKILL) -> None:
         if self._pidfd >= 0 and not self._is_dead:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def _on_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)

@@ -325,7 +325,7 @@ def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:
     try:
         claim = Claim.take(home, make=True)
         if claim is None:
-            os.write(ready, wire.TAKEN)
+            _tell(ready, wire.TAKEN)
             return
         claim.clean()
         claim.note_groups()
@@ -347,13 +347,18 @@ def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:
         finally:
             claim.remove()
     except Exception as error:
-        with contextlib.suppress(OSError):  # nobody listens
-            os.write(ready, wire.refusal(error))
+        _tell(ready, wire.refusal(error))
         raise
 
 
+def _tell(starter: int, outcome: bytes) -> None:
+    """Tell whoever started this, unless it was killed: others may wait for the supervisor too."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(starter, outcome)
+
+
 def _say_ready(ready: int) -> None:
-    os.write(ready, wire.READY)
+    _tell(ready, wire.READY)
     null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(null, ready, inheritable=False)  # not closed: what it fails by later must not be told to another file
     os.close(null)

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import os
 import secrets
+import signal
 import socket
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
@@ -326,6 +327,8 @@ class Machine(Instance):
             self._asked()
             assert self._monitor is not None
             await self._monitor.ask("stop")
+            # It would wait for the next timer of a clock that stands still now: a moment, again and again.
+            self._signal(signal.SIGSTOP)
 
     async def resume(self) -> None:
         """See `Instance`."""
@@ -337,6 +340,7 @@ class Machine(Instance):
         another time."""
         if self._monitor is None or self._keeper is None or self.died.done():
             return
+        self._signal(signal.SIGCONT)
         try:
             await self._monitor.ask("cont")
             await self._keeper.renew()

@@ -75,7 +75,7 @@ class Soak:
             # Where nobody goes on they wait for room, which is given when an owner goes; others may be slow just now.
             names = ("owner",) if is_still else names
             self._strike(names)
-            for owner in tuple(self._done):
+            for owner in [owner for owner in self._owners if owner in self._done]:
                 self._kill(owner)
             self._household.reap(but={owner.pid for owner in self._owners})
             self._tell(
@@ -115,7 +115,7 @@ class Soak:
         before = self.made.total()
         enough = before + self._chance.randint(1, 10)
         end_s = time.monotonic() + STANDSTILL_S
-        while self.made.total() < enough and len(self._done) < len(self._owners) and time.monotonic() < end_s:
+        while self.made.total() < enough and not self._done.issuperset(self._owners) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
         await asyncio.sleep(self._chance.uniform(0.0, 0.3))
         return self.made.total() > before
@@ -139,7 +139,6 @@ class Soak:
 
     def _kill(self, owner: "subprocess.Popen[str]") -> None:
         self._owners.remove(owner)
-        self._done.discard(owner)
         if owner.poll() is not None:
             self.broken.append(owner.returncode)
         else:
@@ -170,13 +169,14 @@ def prepared() -> None:
 
 
 async def nothing_is_left(stage: Stage, household: Household, soak: Soak) -> None:
-    if stage.home.holder() is None:
-        # The last supervisor and its guard were killed together perhaps: what they left, the next one removes.
-        await stage.up(lease_s=LEASE_S)
-    stage.look()
+    # The last supervisor and its guard were killed together perhaps: what they left, the next one removes.
+    async with stage.client("look", lease_s=LEASE_S) as client:
+        await client.stats()
+        stage.look()
     await stage.gone(LEASE_S + GONE_S)
     assert [command(pid) for pid in pids() if soak.mark in command(pid)] == []
-    assert os.listdir(homes_root()) == []  # no log of one that crashed either
+    said = {path.name: path.read_text(errors="replace") for path in homes_root().iterdir()}
+    assert said == {}, soak.kills  # no log of one that crashed either
     homes_root().rmdir()
     await household.settled(GONE_S)
 

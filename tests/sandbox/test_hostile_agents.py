@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import tracemalloc
@@ -714,14 +715,14 @@ async def test_an_answer_of_a_first_process_is_no_answer_to_a_later_question(how
 
 @on_loop
 async def test_a_machine_whose_first_process_does_not_answer_is_given_up() -> None:
-    emulator, given_up = Emulator(), list[str]()
+    emulator, sent = Emulator(), list[signal.Signals]()
     machine, wires = await _standing(emulator)
-    machine._signal = lambda: given_up.append("lost")  # type: ignore[method-assign]
+    machine._signal = lambda number=signal.SIGKILL: sent.append(number)  # type: ignore[method-assign]
     serving = asyncio.create_task(emulator.serve(_answers))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vm_keeper, "_ANSWER_S", 0.05)
         await machine.resume()
-    assert given_up == ["lost"]
+    assert sent == [signal.SIGCONT, signal.SIGKILL]
     serving.cancel()
     machine._link.end(SandboxGoneError("gone", GoneCause.CLOSED))  # type: ignore[union-attr]
     for end in (wires.agent_end, wires.keeper_end, wires.monitor_end, wires.keeper):

@@ -211,7 +211,7 @@ def test_one_that_is_paused_stands_still_and_goes_on_in_time(world: MachineWorld
     world.do(machine.pause())
     ticks = cpu_ticks(machine.pid)
     time.sleep(1.0)
-    assert cpu_ticks(machine.pid) - ticks <= 20, "its emulator looks after timers, no more; busy it takes a hundred"
+    assert cpu_ticks(machine.pid) - ticks <= 1  # nor does its emulator, whose own timers may be many
     world.do(machine.resume())
     assert abs(int(world.sh(machine, "date +%s").stdout) - time.time()) < 5
     assert world.do(_wait(running)).status == ExecStatus.TIMEOUT

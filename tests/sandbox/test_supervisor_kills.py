@@ -199,6 +199,25 @@ def test_a_crash_is_told_to_whoever_starts_it_or_stays_in_a_log(stage: Stage, is
 
 
 @on_loop
+async def test_one_whose_starter_was_killed_meanwhile_serves_others_and_did_not_crash(stage: Stage) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    settings = msgspec.json.encode(config(lease_s=1.0)).decode()
+    command = [sys.executable, "-m", "rollforward.sandbox.supervisor", stage.name, settings, str(theirs)]
+    subprocess.run(command, pass_fds=[theirs], check=True)
+    os.close(theirs)
+    await asyncio.to_thread(wait_for, stage.home.socket.exists)
+    first = stage.supervisor()
+    async with stage.client(lease_s=1.0) as client:
+        sandbox = await client.create("a", SandboxSpec())
+        assert (await sh(sandbox, "echo well")).text() == "well\n"
+        assert stage.supervisor() == first
+        stage.look()
+    await stage.gone(15.0)
+    assert stage.home.last_words() == ""
+
+
+@on_loop
 async def test_whoever_starts_one_may_be_killed_at_any_time(stage: Stage) -> None:
     code = (
         "import asyncio, sys; from rollforward.sandbox.launch import LocalTransport\n"
