@@ -41,13 +41,13 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 class Slow(Quiet):
-    """Sends what it sends in small parts, with a pause before each."""
+    """Sends what it sends in small parts, with a pause before each: the largest file takes two seconds."""
 
     def copyfile(self, source: BinaryIO, outputfile: BinaryIO) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        while part := source.read(1500):
+        while part := source.read(300):
             outputfile.write(part)
             outputfile.flush()
-            time.sleep(0.05)
+            time.sleep(0.1)
 
 
 class Silent(Quiet):
@@ -59,7 +59,7 @@ class Silent(Quiet):
         if self.path.endswith("/"):
             super().copyfile(source, outputfile)
         else:
-            self.let_go.wait(10)
+            self.let_go.wait(60)
 
 
 @contextmanager
@@ -91,9 +91,9 @@ def test_a_slow_web_server_is_waited_for_and_a_silent_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole file takes longer than the server may be silent. No limit for a whole file may be left."""
-    monkeypatch.setattr(teacher_files, "_SILENCE_S", 0.15)
+    monkeypatch.setattr(teacher_files, "_SILENCE_S", 1.5)
     timeout = teacher_files._options("https://a/b")["https"]["client_kwargs"]["timeout"]
-    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 30, 0.15)
+    assert (timeout.total, timeout.sock_connect, timeout.sock_read) == (None, 30, 1.5)
     assert teacher_files._options("simplecache::http://a/b").keys() == {"http"}
     assert teacher_files._options("s3://http/b") == {}
     (tmp_path / "slow").mkdir()
@@ -101,11 +101,11 @@ def test_a_slow_web_server_is_waited_for_and_a_silent_one_is_named(
     with web_server(tmp_path / "slow", Slow) as address:
         start = time.monotonic()
         assert contents(fetch(f"http://{address}", tmp_path / "cache")) == FILES
-        assert time.monotonic() - start > 0.15
+        assert time.monotonic() - start > 1.5
     Silent.let_go = threading.Event()
     with web_server(tmp_path / "silent", Silent) as address:
         with pytest.raises(
-            TeacherReadError, match=rf"{address}config\.json cannot be read: it sent nothing for 0\.15 s"
+            TeacherReadError, match=rf"{address}config\.json cannot be read: it sent nothing for 1\.5 s"
         ):
             fetch(f"http://{address}", tmp_path / "cache")
         Silent.let_go.set()

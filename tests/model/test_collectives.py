@@ -232,14 +232,16 @@ def hang_and_die(rank: int, directory: str) -> None:
         groups.tree_reduce_scatter(torch.ones(1000), bounds, num_shards=1, length=1000)
 
     leave_group()
-    join_group(Path(directory) / "hang", rank=rank, num_ranks=4, timeout_s=1.0)
+    join_group(Path(directory) / "hang", rank=rank, num_ranks=4, timeout_s=5.0)
     groups = RankGroups(1)
     reduce(groups)
     if rank == 3:
-        time.sleep(4)
+        while len(list(Path(directory).glob("lost-*"))) < 3:  # until all others have given it up
+            time.sleep(0.01)
     else:
         with pytest.raises(RankLostError, match=f"rank {rank} of 4 lost another one.* resume from the last checkpoint"):
             reduce(groups)
+        (Path(directory) / f"lost-{rank}").touch()
     leave_group()
 
     if rank < 3:

@@ -247,7 +247,7 @@ def test_thousands_of_mutated_calls_are_read_and_none_is_evaluated() -> None:
         watch.is_on = True
         turn = parse_turn(text, effort, is_call_begun=rng.random() < 0.1)
         watch.is_on = False
-        assert time.process_time() - start_s < 1.0, "a text of a few hundred characters"
+        assert time.process_time() - start_s < 5.0, "a text of a few hundred characters"
         assert (turn.problem is None) == (turn.problem_kind is None)
         assert turn.problem is None or (not turn.calls and 0 < len(turn.problem) < 200)
         for call in turn.calls:

@@ -145,9 +145,9 @@ def test_what_queues_during_a_sync_is_one_commit(tmp_path: Path) -> None:
     assert tokens(recover(tmp_path), 0) == list(range(50))
 
 
-def test_a_full_queue_holds_the_appender_back_and_drops_nothing(tmp_path: Path) -> None:
+def test_a_queue_that_stays_full_is_an_error_and_drops_nothing(tmp_path: Path) -> None:
     sync = GatedSync()
-    config = WalConfig(level="node", queue_bytes=4096, stall_timeout_s=0.2)
+    config = WalConfig(level="node", queue_bytes=4096, stall_timeout_s=1.0)
     writer, _ = start(tmp_path, config, sync=sync)
     sync.is_open = False
     writer.append_open(request(0), slot=0)
@@ -155,19 +155,35 @@ def test_a_full_queue_holds_the_appender_back_and_drops_nothing(tmp_path: Path) 
 
     def fill() -> Iterator[int]:
         for token in range(10_000):
-            step(writer, {0: token})
-            yield token
+            yield step(writer, {0: token})
 
     accepted: list[int] = []
     with pytest.raises(WalStalledError, match="4096 bytes stayed full"):
         accepted.extend(fill())
     done = len(accepted)
     assert 0 < done < 100
-    threading.Timer(0.05, lambda: (setattr(sync, "is_open", True), sync.gate.release())).start()
-    step(writer, {0: done})
-    assert writer.stats().backpressure_s > 0.2
+    sync.is_open = True
+    sync.gate.release()
+    writer.wait_durable(accepted[-1], timeout_s=60)
+    writer.wait_durable(step(writer, {0: done}), timeout_s=60)
+    assert writer.stats().backpressure_s > 0.9
     writer.close()
     assert tokens(recover(tmp_path), 0) == list(range(done + 1))
+
+
+def test_a_full_queue_holds_the_appender_back_until_there_is_room(tmp_path: Path) -> None:
+    sync = GatedSync()
+    writer, _ = start(tmp_path, WalConfig(level="node", queue_bytes=4096), sync=sync)
+    sync.is_open = False
+    writer.append_open(request(0), slot=0)
+    assert sync.entered.acquire(timeout=10)
+    threading.Timer(0.05, lambda: (setattr(sync, "is_open", True), sync.gate.release())).start()
+    for token in range(100):
+        step(writer, {0: token})
+    assert sync.is_open, "so many do not fit"
+    assert writer.stats().backpressure_s > 0
+    writer.close()
+    assert tokens(recover(tmp_path), 0) == list(range(100))
 
 
 def test_sequence_numbers_and_epochs_grow_over_restarts(tmp_path: Path) -> None:

@@ -126,8 +126,13 @@ def test_no_published_token_is_lost_by_a_kill(tmp_path: Path) -> None:
 
 
 def test_the_harness_sees_publication_before_durability(tmp_path: Path) -> None:
-    published = run_until_killed(tmp_path, "early", 0.05, 0.2)
-    assert num_lost(recover(tmp_path), published) > 0
+    """A life may end in the moment in which the log holds everything: there is none in many."""
+
+    def loss(directory: Path) -> int:
+        published = run_until_killed(directory, "early", 0.05, 0.2)
+        return num_lost(recover(directory), published)
+
+    assert any(loss(tmp_path / str(life)) > 0 for life in range(20))
 
 
 def test_a_file_that_may_not_grow_stops_the_writer_and_keeps_the_rest(tmp_path: Path) -> None:

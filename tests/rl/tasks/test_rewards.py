@@ -162,13 +162,13 @@ def test_a_process_that_dies_once_is_asked_again(reward_file: Path) -> None:
 
 
 def test_a_deadline_ends_a_loop_with_a_0_and_a_wait_without_score(reward_file: Path) -> None:
-    judge = judge_of(reward_file, timeout_s=0.8)
+    judge = judge_of(reward_file, timeout_s=2.0)
     assert ask(judge, "loop") == Score(value=0.0, reason=ScoreReason.TIMEOUT)
     assert Score(value=0.0, reason=ScoreReason.TIMEOUT).failure is FailureType.TIMEOUT
     waited = ask(judge, "sleep")
     assert isinstance(waited, Unscored)
     assert waited.failure is FailureType.INFRA
-    assert "no value within 0.8 s, of which it computed only 0.0 s" in waited.detail
+    assert "no value within 2 s, of which it computed only 0.0 s" in waited.detail
     assert ask(judge, "q/a") == Score(value=1.0, reason=ScoreReason.CORRECT)
 
 
@@ -179,7 +179,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def ends(pid: int, within_s: float) -> bool:
+def ends(pid: int, within_s: float = 60.0) -> bool:
     deadline_s = time.monotonic() + within_s
     while is_alive(pid) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -187,8 +187,8 @@ def ends(pid: int, within_s: float) -> bool:
 
 
 def test_a_deadline_ends_what_the_function_has_started(reward_file: Path) -> None:
-    ask(judge_of(reward_file, timeout_s=2.0), "child")
-    assert ends(int(reward_file.with_name("child").read_text()), within_s=10)
+    ask(judge_of(reward_file, timeout_s=4.0), "child")
+    assert ends(int(reward_file.with_name("child").read_text()))
 
 
 def test_a_process_ends_with_its_judge(reward_file: Path) -> None:
@@ -198,14 +198,14 @@ def test_a_process_ends_with_its_judge(reward_file: Path) -> None:
     pid = round(result.value * 2**40)
     assert is_alive(pid)
     del judge
-    assert ends(pid, within_s=10)
+    assert ends(pid)
 
 
 RUN_AND_HANG = """
 import sys
 from rollforward.rl.tasks.reward_config import PythonReward
 from rollforward.rl.tasks.rewards import build_judge
-judge = build_judge(PythonReward(file=sys.argv[1], timeout_s=1.5), max_answer_chars=9, owner="t")
+judge = build_judge(PythonReward(file=sys.argv[1], timeout_s=3.0), max_answer_chars=9, owner="t")
 print(round(judge("q", "a", "pid").value * 2**40), flush=True)
 judge("q", "a", sys.argv[2])
 sys.stdin.read()
@@ -222,7 +222,7 @@ def test_no_process_outlives_a_killed_owner(reward_file: Path, text: str) -> Non
     time.sleep(0.3)
     os.kill(owner.pid, signal.SIGKILL)
     owner.communicate()
-    assert ends(pid, within_s=30)
+    assert ends(pid)
 
 
 @pytest.mark.parametrize(
