@@ -8,6 +8,7 @@ import os
 import random
 import re
 import socket
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollforward.distill.hidden_shard import (
 from rollforward.model.train_config import Precision
 from rollforward.rl.batch import PackedBatch
 from rollforward.rollout.types import RequestId
+from tests.helpers.leaks import own_descriptors
 
 KEY = ShardKey(
     teacher="math",
@@ -197,7 +199,7 @@ def _mapped(file: Path) -> list[tuple[int, int]]:
 
 
 def test_what_is_read_is_the_map_and_goes_with_the_last_view(file: Path) -> None:
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = own_descriptors()
     shard = opened(file, KEY)
     for tensor in (shard.hidden_RE, shard.teacher_logprobs_R):
         assert any(start <= tensor.data_ptr() < end for start, end in _mapped(file))
@@ -210,7 +212,7 @@ def test_what_is_read_is_the_map_and_goes_with_the_last_view(file: Path) -> None
     file.write_bytes(b"torn")
     assert not isinstance(open_shard(file, KEY), CachedShard)
     assert not _mapped(file)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert own_descriptors() - before == Counter()
 
 
 def test_what_was_read_outlives_its_file(file: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import time
@@ -36,7 +37,7 @@ class Household:
         self._processes = set(descendants(os.getpid()))
         self._mounts = mount_count()
         self._shared, self._scratch = _shared_memory(), _scratch()
-        self._descriptors = descriptors(os.getpid())
+        self._descriptors = own_descriptors()
         return self
 
     def __exit__(
@@ -65,7 +66,7 @@ class Household:
 
     def own_descriptors(self) -> Counter[str]:
         """Those of this process that were not there."""
-        return descriptors(os.getpid()) - self._descriptors
+        return own_descriptors() - self._descriptors
 
     async def settled(self, within_s: float) -> None:
         """Wait until nothing is left. What others of this machine are making just now goes by itself."""
@@ -87,6 +88,12 @@ def descriptors(pid: int) -> Counter[str]:
         with contextlib.suppress(OSError):  # it is closed by now: that of this very directory
             found[re.sub(r"\[\d+\]", "", os.readlink(path)).removesuffix(" (deleted)")] += 1
     return +Counter({name: number for name, number in found.items() if f"/proc/{pid}/fd" != name})
+
+
+def own_descriptors() -> Counter[str]:
+    """How many this process has, without those that wait for the collector of garbage."""
+    gc.collect()
+    return descriptors(os.getpid())
 
 
 def _children() -> list[int]:

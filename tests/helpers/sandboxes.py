@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,14 @@ def nap(seconds: float) -> str:
 LIMITS = SandboxConfig(workers=2, memory_bytes=256 << 20, max_processes=4, tmp_bytes=1 << 20)
 
 
-def tools_in(folder: Path, timeout_s: float = 20.0) -> list[ToolConfig]:
+def tools_in(folder: Path, run_timeout_s: float = 20.0) -> list[ToolConfig]:
     file = folder / "tools.py"
     file.write_text(TOOLS, encoding="utf-8")
     return [
-        ToolConfig(name="echo", file=str(file), timeout_s=timeout_s, max_output_chars=200),
-        ToolConfig(name="run", file=str(file), timeout_s=timeout_s),
+        ToolConfig(name="echo", file=str(file), timeout_s=20.0, max_output_chars=200),
+        ToolConfig(name="run", file=str(file), timeout_s=run_timeout_s),
         ToolConfig(name="nap", file=str(file), timeout_s=0.5),
-        ToolConfig(name="calculator", timeout_s=timeout_s),
+        ToolConfig(name="calculator", timeout_s=20.0),
     ]
 
 
@@ -73,6 +74,12 @@ def zygotes(pid: int) -> list[int]:
     return [inner for outer in descendants(pid) if _name(outer) == "bwrap" for inner in descendants(outer)[:1]]
 
 
+def zygote_beside(others: list[int]) -> int:
+    """The warm process of this process's that is none of the others; none may be on its way."""
+    (pid,) = [pid for pid in zygotes(os.getpid()) if pid not in others]
+    return pid
+
+
 def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
@@ -87,7 +94,8 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: Any, seconds: float = 20.0) -> None:
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
+    """Long enough for any machine: who waits in vain has found a fault."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -14,7 +14,7 @@ import pytest
 from rollforward.sandbox.config import SandboxConfig, ToolConfig
 from rollforward.sandbox.function import FunctionSandbox
 from rollforward.sandbox.types import Call, CallStatus
-from tests.helpers.sandboxes import LIMITS, answer, ask, descendants, run, tools_in, wait_for, zygotes
+from tests.helpers.sandboxes import LIMITS, answer, ask, descendants, run, tools_in, wait_for, zygote_beside, zygotes
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,7 @@ for folder in ('/', '/dev', '/usr', '/etc', sys.base_prefix, os.path.dirname(os.
 
 
 def test_nothing_is_left_for_the_next_call(tmp_path: Path) -> None:
+    others = zygotes(os.getpid())
     with FunctionSandbox(SandboxConfig(workers=1), tools_in(tmp_path)) as sandbox:
         mark = "state.append(1); open('mark', 'w'); os.umask(0); os.environ['MARK'] = '1'\n"
         daemon = "if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(60)\n  os._exit(0)\n"
@@ -129,7 +130,7 @@ def test_nothing_is_left_for_the_next_call(tmp_path: Path) -> None:
         assert time.monotonic() - start < 30
         look = "answer = [state, os.listdir('/tmp'), os.environ.get('MARK'), os.getpid()]"
         assert answer(sandbox, look) == [[], [], None, 1]
-        (zygote,) = zygotes(os.getpid())[-1:]
+        zygote = zygote_beside(others)
         wait_for(lambda: descendants(zygote) == [])
         open_files = len(os.listdir(f"/proc/{zygote}/fd"))
         for _ in range(20):
