@@ -52,7 +52,14 @@ from rollforward.rl.evaluation import Evaluator, TaskAccuracy, accuracy_values
 from rollforward.rl.judge.judging import Judging
 from rollforward.rl.judge.metrics import judge_metrics, reward_metrics
 from rollforward.rl.judge.seats import Judges
-from rollforward.rl.metrics import group_metrics, log_metrics, pool_metrics, sync_metrics, turn_metrics
+from rollforward.rl.metrics import (
+    describe_mute_tools,
+    group_metrics,
+    log_metrics,
+    pool_metrics,
+    sync_metrics,
+    turn_metrics,
+)
 from rollforward.rl.prompts import PromptSource
 from rollforward.rl.refill import Sampled, StepGroups, check_infra, sample_groups
 from rollforward.rl.samples import SAMPLES_NAME, remove_steps, write_step
@@ -257,6 +264,8 @@ class Controller:
         bias = bias_of_step(sampled.groups, logs, state.length_bias, alarm_z=run.rollout.bias_alarm_z)
         if bias.alarm is not None:
             say(f"step {state.step + 1}: {bias.alarm}")
+        for said in describe_mute_tools(logs):
+            say(f"step {state.step + 1}: {said}")
         turns = turn_metrics(list(sampled.turns.values()))
         pool = () if self._pool is None else pool_metrics(self._pool())
         counters = (*log_metrics(logs), *bias.metrics, *pool)

@@ -12,6 +12,7 @@ from rollforward.rl.errors import EvaluationError
 from rollforward.rl.evaluation import Evaluator
 from rollforward.rl.judge.report_verb import calibration_rows
 from rollforward.rl.judge.seats import local_judging
+from rollforward.rl.metrics import describe_mute_tools
 from rollforward.rl.sandboxes import local_environment
 from rollforward.rl.setup import check_kernels, load_parts
 from rollforward.rollout.replica import Replica
@@ -63,6 +64,8 @@ def main(run: EvalRun) -> int:
             run_seed=run.seed,
         ) as judging:
             results = evaluator.evaluate(replica.generate, step=0, policy_version=0, judging=judging)
+        for said in describe_mute_tools([replica.log_stats()]):
+            console.say(said)
     finally:
         replica.close()
         parts.grader.close()

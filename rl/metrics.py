@@ -11,11 +11,11 @@ import msgspec
 
 from rollforward.model.dsml import AssistantTurn
 from rollforward.model.metrics import Metric
-from rollforward.rollout.environment import CallTimes
-from rollforward.rollout.replica import LogStats
+from rollforward.rollout.environment import CallTimes, ToolOutcomes
+from rollforward.rollout.replica import EarlierStats, LogStats
 from rollforward.rollout.types import FailureType, Group, Trajectory
 from rollforward.rollout.weights import WeightsAck, WeightsManifest
-from rollforward.sandbox.types import PoolStats
+from rollforward.sandbox.types import CallStatus, PoolStats
 
 
 def group_metrics(groups: Sequence[Group]) -> tuple[Metric, ...]:
@@ -78,10 +78,10 @@ def pool_metrics(pool: PoolStats) -> tuple[Metric, ...]:
 def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
     """Return the counters of the replicas' token logs since the run's processes began: what was written, under `wal/`,
     what was taken from an earlier process, which key-values were saved for a later one, and how often a process was
-    replaced, under `resume/`, and why, under `failure/`; and what completions did in sandboxes, under `sandbox/`. Sums
-    over replicas and over all processes that each had; of `*_max_s` the largest, and `sandbox/call_p50_s` is the median
-    of all calls."""
-    lives = [life for one in stats for life in (one.earlier, one) if life is not None]
+    replaced, under `resume/`, and why, under `failure/`; what completions did in sandboxes, under `sandbox/`; and how
+    calls of tools ended, under `tools/`, where some did. Sums over replicas and over all processes that each had; of
+    `*_max_s` the largest, and `sandbox/call_p50_s` is the median of all calls."""
+    lives = _lives(stats)
     records = [
         *(("wal/", life.written) for life in lives),
         *(("resume/", life.resumed) for life in lives),
@@ -95,6 +95,9 @@ def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
         for prefix, record in records
         for name, value in msgspec.structs.asdict(record).items()
         if isinstance(value, int | float)
+    ]
+    counters += [
+        (f"tools/{name}", float(value)) for life in lives for name, value in life.sandbox.outcomes.calls.items()
     ]
     times = sum((life.sandbox.call_times for life in lives), CallTimes())
     return (
@@ -112,6 +115,27 @@ def log_metrics(stats: Sequence[LogStats]) -> tuple[Metric, ...]:
             name="sandbox/call_p50_s", numerator=times.median_s, denominator=times.count, per="call", reduction="max"
         ),
     )
+
+
+def describe_mute_tools(stats: Sequence[LogStats]) -> list[str]:
+    """Say of each tool that was called and never returned, in the run so far, how its calls ended, for a person: it is
+    broken, too slow for its `timeout_s`, or the policy has not found out what it takes."""
+    outcomes = sum((life.sandbox.outcomes for life in _lives(stats)), ToolOutcomes())
+    ended: dict[str, dict[str, int]] = {}
+    for name, number in outcomes.calls.items():
+        tool, _, outcome = name.partition("/")
+        if outcome not in ("", "refused"):
+            ended.setdefault(tool, {})[outcome] = number
+    return [
+        f"tool {tool} has not returned once in {sum(numbers.values())} calls:"
+        f" {', '.join(f'{number} {outcome}' for outcome, number in numbers.items())}"
+        for tool, numbers in ended.items()
+        if CallStatus.OK.value not in numbers
+    ]
+
+
+def _lives(stats: Sequence[LogStats]) -> list[EarlierStats | LogStats]:
+    return [life for one in stats for life in (one.earlier, one) if life is not None]
 
 
 def turn_metrics(turns_N: Sequence[Sequence[AssistantTurn]]) -> tuple[Metric, ...]:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rollforward.rollout.environment import CallTimes, Ending, SandboxCounts, SandboxUse, TaskTools
+from rollforward.rollout.environment import CallTimes, Ending, SandboxCounts, SandboxUse, TaskTools, ToolOutcomes
 from rollforward.rollout.types import FailureType, RequestId
 from rollforward.rollout.workspace import BegunWith, Submission, Workspace
 from rollforward.sandbox.client import Sandbox, SandboxClient
@@ -101,7 +101,7 @@ class _Agent:
     counts: SandboxCounts = SandboxCounts(opened=1)  # noqa: RUF009 - frozen
     ending: Ending | None = None
 
-    def count(self, **more: float | CallTimes) -> None:
+    def count(self, **more: float | CallTimes | ToolOutcomes) -> None:
         """Count something up."""
         self.counts = self.counts + SandboxCounts(**more)  # type: ignore[arg-type]
 
@@ -269,10 +269,13 @@ class AgentSessions:
             if use.max_tool_s is not None and agent.used_s(turn.turn, index) >= use.max_tool_s:
                 text = f"the {use.max_tool_s:g} s that tools may take are used up; end with what you have"
                 results.append(CallResult(status=CallStatus.ERROR, text=text))
+                agent.count(outcomes=ToolOutcomes.of(call.tool, None))
                 continue
             told = await agent.session.call(f"t{turn.turn}c{index}", call)
             results.append(told.result)
             position = told.position
+            if not told.is_replayed:
+                agent.count(outcomes=ToolOutcomes.of(call.tool, told.result.status))
             if told.result.status is CallStatus.INFRA:
                 break
             seconds = agent.seconds[turn.turn, index] = told.result.seconds

@@ -8,9 +8,9 @@ Here: the contract. Not here: tools in a sandbox (tool_environment.py), completi
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ from rollforward.model.messages import ReasoningEffort
 from rollforward.rollout.types import ArrayRecord, FailureType, Int32Array, Request, RequestId
 from rollforward.rollout.workspace import Submission
 from rollforward.sandbox.config import KeptSubstrate, SandboxConfig, ToolConfig
+from rollforward.sandbox.types import CallStatus
+
+_Key = TypeVar("_Key", int, str)
 
 
 class SandboxUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +105,7 @@ class CallTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: "CallTimes") -> "CallTimes":
         """Both together."""
-        numbers = self.classes.keys() | other.classes.keys()
-        return CallTimes(classes={n: self.classes.get(n, 0) + other.classes.get(n, 0) for n in sorted(numbers)})
+        return CallTimes(classes=_sums(self.classes, other.classes))
 
     @property
     def count(self) -> int:
@@ -117,6 +119,28 @@ class CallTimes(msgspec.Struct, frozen=True, kw_only=True):
         sums = itertools.accumulate(number for _, number in ordered)
         half = next((n for (n, _), so_far in zip(ordered, sums, strict=True) if 2 * so_far >= self.count), None)
         return 0.0 if half is None else 1e-6 * 2 ** (half / 8)
+
+
+class ToolOutcomes(msgspec.Struct, frozen=True, kw_only=True):
+    """How calls of tools ended, wherever they ran; under `tools/` in the metrics."""
+
+    calls: dict[str, int] = {}
+    """Calls by `TOOL/OUTCOME`, an outcome being a `CallStatus`, or `refused`: it was not made, because the tool takes
+    no such arguments, the turn had too many calls, or the time of the completion's tools was used up. `unknown` are
+    calls of tools that there are not: their names are the policy's, and as many as it likes."""
+
+    @classmethod
+    def of(cls, tool: str, status: CallStatus | None) -> "ToolOutcomes":
+        """One call of a tool that there is; None: it was refused."""
+        return cls(calls={f"{tool}/{'refused' if status is None else status.value}": 1})
+
+    def __add__(self, other: "ToolOutcomes") -> "ToolOutcomes":
+        """Both together."""
+        return ToolOutcomes(calls=_sums(self.calls, other.calls))
+
+
+def _sums(one: Mapping[_Key, int], other: Mapping[_Key, int]) -> dict[_Key, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in sorted(one.keys() | other.keys())}
 
 
 class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +172,9 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Sandboxes that were killed for a drill."""
     restored: int = 0
     """Sandboxes that took the place of a lost one, with all that had been done in it."""
+    outcomes: ToolOutcomes = ToolOutcomes()
+    """How calls ended: those that ran in this life, and those that were refused. Of tasks that keep no sandbox too,
+    whose calls are counted when they are answered."""
 
     def __add__(self, other: "SandboxCounts") -> "SandboxCounts":
         """Both together: sums, of `call_max_s` the larger."""
@@ -233,7 +260,8 @@ class Environment(Protocol):
         ...
 
     def counts(self) -> SandboxCounts:
-        """Return what completions did whose ``results`` were told. From any thread."""
+        """Return what completions did whose ``results`` were told, and how calls that keep no sandbox ended. From any
+        thread."""
         ...
 
     def collect(self, *, block: bool) -> list[Observation]:

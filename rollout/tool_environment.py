@@ -34,6 +34,7 @@ from rollforward.rollout.environment import (
     Observation,
     SandboxCounts,
     TaskTools,
+    ToolOutcomes,
     failed_observation,
 )
 from rollforward.rollout.errors import EnvironmentConfigError, PausedError
@@ -66,6 +67,8 @@ class _Pending(NamedTuple):
     request: Request
     texts: list[str | None]
     """Of each call what it is answered, where that is known; None where a result decides."""
+    made: tuple[Call, ...]
+    """Calls whose results decide."""
     results: Sequence[Future[CallResult] | Future[TurnAnswer]]
 
 
@@ -145,6 +148,7 @@ class ToolEnvironment:
             return
         most = self._task(request).max_calls_per_turn
         if len(asked.calls) > most:
+            self._count_refused(request, asked.calls)
             text = f"error: the turn has {len(asked.calls)} calls and at most {most} may be; none was made"
             self._ready.append(self._observation(request, [text]))
             return
@@ -156,8 +160,10 @@ class ToolEnvironment:
         else:
             runner = self._runners[self._task(request).tools]
             results = [runner.submit(call) for call in asked.allowed]
-        texts = [None if refused is None else f"error: {refused}" for refused in asked.refused]
-        self._pending[request.id] = _Pending(request, texts, results)
+        refused = [call for call, why in zip(asked.calls, asked.refused, strict=True) if why is not None]
+        self._count_refused(request, refused)
+        texts = [None if why is None else f"error: {why}" for why in asked.refused]
+        self._pending[request.id] = _Pending(request, texts, asked.allowed, results)
         for result in results:
             result.add_done_callback(lambda _, identity=request.id: self._finished.put(identity))
         if not results:
@@ -250,13 +256,14 @@ class ToolEnvironment:
         del self._pending[identity]
         results: list[CallResult] = []
         position, failure = 0, FailureType.INFRA
-        for done in pending.results:
+        for done, call in zip(pending.results, pending.made, strict=False):  # agents have one for all calls
             result = done.result()
             if isinstance(result, TurnAnswer):
                 results += result.results
                 position, failure = result.position, result.failure
             else:
                 results.append(result)
+                self._counts += SandboxCounts(outcomes=ToolOutcomes.of(call.tool, result.status))
         failed = [result for result in results if result.status is CallStatus.INFRA]
         if failed:
             self._ready.append(failed_observation(identity, failed[0].detail, failure))
@@ -264,6 +271,13 @@ class ToolEnvironment:
         told = iter(results)
         texts = [_told(next(told)) if text is None else text for text in pending.texts]
         self._ready.append(self._observation(pending.request, texts, position))
+
+    def _count_refused(self, request: Request, calls: Sequence[Call]) -> None:
+        specs = self._specs_of(request)
+        for call in calls:
+            is_known = call.tool in specs
+            outcome = ToolOutcomes.of(call.tool, None) if is_known else ToolOutcomes(calls={"unknown": 1})
+            self._counts += SandboxCounts(outcomes=outcome)
 
     def _observation(self, request: Request, texts: list[str], position: int = 0) -> Observation:
         assert request.tools is not None, "the engine asks only for requests with tools"

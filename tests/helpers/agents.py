@@ -50,9 +50,10 @@ def encoding() -> ChatEncoding:
     return ChatEncoding(train_tokenizer(texts * 20, TokenizerConfig(vocab_size=384)))
 
 
-def call_of(name: str, **arguments: str) -> str:
+def call_of(name: str, **arguments: str | float) -> str:
     parameters = "\n".join(
-        f'<{DSML}parameter name="{key}" string="true">{value}</{DSML}parameter>' for key, value in arguments.items()
+        f'<{DSML}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{value}</{DSML}parameter>'
+        for key, value in arguments.items()
     )
     return f'<{DSML}invoke name="{name}">\n{parameters}\n</{DSML}invoke>'
 

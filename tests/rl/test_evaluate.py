@@ -1,5 +1,6 @@
 """Proves: `eval` of a user's dataset, reward and tool, all named by relative paths, is begun in one directory and
-resumed from another; one that could judge no answer of a task says so in place of an accuracy.
+resumed from another; one that could judge no answer of a task says so in place of an accuracy, and one whose tool never
+returns says that.
 """
 
 import json
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 
 from rollforward.conf import cli
+from rollforward.model.dsml import AssistantTurn, parse_turn
+from rollforward.model.encoding import ChatEncoding
+from rollforward.model.tokenizer import DSML
 from rollforward.rl.evaluation import Evaluator
-from tests.helpers.runs import write_model
+from tests.helpers.runs import write_calling_model, write_model
 
 RECIPE = """
 summary: "a user's own files"
@@ -85,3 +89,26 @@ def test_an_evaluation_that_could_judge_nothing_fails_and_goes_on_when_that_is_m
     assert cli.main(["resume", "../out"]) == 0
     (result,) = json.loads(file.read_text())
     assert (result["correct"], result["judged"], result["unscored"]) == (4, 4, {})
+
+
+def test_a_tool_that_never_returns_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An untrained model whose turns end: what reads them reads a call in each."""
+    here = tmp_path / "here"
+    _write_files(here, "return 1.0")
+    write_calling_model(here / "plain")
+    (here / "tool.py").write_text('def add() -> int:\n    """Adds nothing."""\n    raise ValueError\n')
+    recipe = RECIPE.replace("model_dir: model", "model_dir: calling").replace("max_new_tokens: 4", "max_new_tokens: 20")
+    (here / "mine.yaml").write_text(recipe)
+    call = f'\n\n<{DSML}tool_calls>\n<{DSML}invoke name="add">\n</{DSML}invoke>\n</{DSML}tool_calls>'
+
+    def read_turn(*_: Any, **__: Any) -> AssistantTurn:
+        return parse_turn(call, "non-think")
+
+    monkeypatch.setattr(ChatEncoding, "read_turn", read_turn)
+    monkeypatch.chdir(here)
+    assert cli.main(["eval", "recipe=mine.yaml", "run_dir=../out"]) == 0
+    assert re.search(
+        r"^tool add has not returned once in (\d+) calls: \1 error$", capsys.readouterr().err, re.MULTILINE
+    )

@@ -10,9 +10,16 @@ import pytest
 from rollforward.model.dsml import AssistantTurn, Problem
 from rollforward.model.messages import ToolCall
 from rollforward.model.metrics import metric_values
-from rollforward.rl.metrics import advantage_metrics, group_metrics, log_metrics, pool_metrics, turn_metrics
+from rollforward.rl.metrics import (
+    advantage_metrics,
+    describe_mute_tools,
+    group_metrics,
+    log_metrics,
+    pool_metrics,
+    turn_metrics,
+)
 from rollforward.rollout.engine.kv_store import KvStats
-from rollforward.rollout.environment import CallTimes, SandboxCounts
+from rollforward.rollout.environment import CallTimes, SandboxCounts, ToolOutcomes
 from rollforward.rollout.replica import LogStats, Restarts, with_life
 from rollforward.rollout.types import FailureType, Group, RequestId, ResumeStats, StopReason, Trajectory
 from rollforward.rollout.wal_commit import WalStats
@@ -155,6 +162,30 @@ def test_the_median_of_calls_is_that_of_all_processes() -> None:
     assert values["sandbox/call_p50_s"] == pytest.approx(0.004, rel=0.045)  # the 61st of 121
     assert metric_values(log_metrics([short]))["sandbox/call_p50_s"] == pytest.approx(0.001, rel=0.045)
     assert "sandbox/call_p50_s" not in metric_values(log_metrics([_life(1, 0.0, 0, 0)])), "there were none"
+
+
+def test_outcomes_of_calls_are_those_of_all_processes_and_a_tool_that_never_returned_is_named() -> None:
+    """An earlier process and its successor, beside a replica that has seen one tool return."""
+
+    def counted(**calls: int) -> LogStats:
+        outcomes = ToolOutcomes(calls={name.replace("__", "/"): number for name, number in calls.items()})
+        return msgspec.structs.replace(_life(1, 0.0, 0, 0), sandbox=SandboxCounts(outcomes=outcomes))
+
+    earlier = with_life(with_life(None, counted(slow__timeout=2, bash__error=4)), counted(slow__timeout=1))
+    later = counted(slow__timeout=5, slow__oom=1, slow__refused=9, never__refused=3, unknown=7)
+    stats = [msgspec.structs.replace(later, earlier=earlier), counted(bash__ok=2)]
+    values = {name: value for name, value in metric_values(log_metrics(stats)).items() if name.startswith("tools/")}
+    assert values == {
+        "tools/slow/timeout": 8,
+        "tools/slow/oom": 1,
+        "tools/slow/refused": 9,
+        "tools/never/refused": 3,
+        "tools/bash/error": 4,
+        "tools/bash/ok": 2,
+        "tools/unknown": 7,
+    }
+    assert describe_mute_tools(stats) == ["tool slow has not returned once in 9 calls: 1 oom, 8 timeout"]
+    assert describe_mute_tools([_life(1, 0.0, 0, 0)]) == []
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9, 3e-6, 0.0021, 0.7, 3600.0])

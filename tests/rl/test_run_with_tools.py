@@ -2,7 +2,8 @@
 log-probs are the engine's to the bit, and neither the number of engines nor a crash changes the weights.
 
 The model is untrained; ends of turns and the marker of calls stand out among its tokens, so that turns end and most of
-them call, malformed. That a model learns to call is proved by the recipe.
+them call, malformed. That a model learns to call is proved by the recipe. Where calls are to be made, what reads turns
+is put in: it reads a call in each.
 """
 
 import json
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from rollforward.model.dsml import AssistantTurn, parse_turn
+from rollforward.model.tokenizer import DSML
 from rollforward.rl.controller import RunOutcome
 from rollforward.rollout.wal_recovery import recover
 from rollforward.rollout.weights import read_published, version_directory
@@ -60,3 +63,39 @@ def test_turns_are_trained_alike_whatever_the_engines_and_crashes(model_dir: Pat
         controller.run()
     rollout.replicas[0]._log.abandon()
     assert _finish(tmp_path / "crash", model_dir) == (outcome, tensors)
+
+
+SLOW_TOOL = """
+import time
+
+def ponder() -> str:
+    \"\"\"Takes its time.\"\"\"
+    time.sleep(60)
+    return "done"
+"""
+
+
+def test_a_tool_that_never_answers_is_told_to_the_user(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_TOOL)
+    slow = {"name": "ponder", "file": str(tmp_path / "slow.py"), "timeout_s": 0.05}
+    task = {**CHANGES["tasks"][0], "tools": [slow], "max_turns": 2}
+    run = small_run(tmp_path / "run", model_dir, **CHANGES | {"tasks": [task], "steps": 1, "prompts_per_step": 1})
+    controller, _, rollout = build_controller(run)
+
+    def read_turn(*_: Any, **__: Any) -> AssistantTurn:
+        invoke = f'<{DSML}invoke name="ponder">\n</{DSML}invoke>'
+        return parse_turn(f"\n\n<{DSML}tool_calls>\n{invoke}\n</{DSML}tool_calls>", "non-think")
+
+    rollout.replicas[0]._environment._encoding.read_turn = read_turn
+    try:
+        controller.run()
+    finally:
+        rollout.close()
+    (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    calls = line["tools/ponder/timeout"]
+    assert calls > 0
+    assert [name for name in line if name.startswith("tools/")] == ["tools/ponder/timeout"]
+    told = f"step 1: tool ponder has not returned once in {calls:g} calls: {calls:g} timeout"
+    assert told in capsys.readouterr().err

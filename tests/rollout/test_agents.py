@@ -27,6 +27,7 @@ from rollforward.rollout.tool_environment import ToolEnvironment
 from rollforward.rollout.types import Completion, FailureType, RequestId, StopReason
 from rollforward.rollout.workspace import Submission, Workspace
 from rollforward.sandbox.command_log import read_log
+from rollforward.sandbox.config import ToolConfig
 from rollforward.sandbox.homes import Home
 from tests.helpers import agents
 from tests.helpers.crashes import CrashError, crash_at
@@ -151,6 +152,7 @@ def test_a_sandbox_that_is_lost_fails_its_completion_for_good_and_no_other(
         assert one.failure is FailureType.INFRA or one == clean
     assert bare(agents.sample(run_dir, drill)) == bare(first), "the log says the same"
     assert (counts.injected, counts.failed, counts.unknown) == (len(failed),) * 3
+    assert sum(number for name, number in counts.outcomes.calls.items() if name.endswith("/infra")) == len(failed)
 
 
 def test_a_drill_of_all_strikes_whoever_ends_by_a_call(
@@ -248,6 +250,84 @@ def test_a_submission_that_is_too_large_is_the_policys_doing(supervisor: str, tm
         assert ending.submission.problem
     finally:
         answering.close()
+
+
+FAILING_TOOLS = """
+import os, time
+
+def nap(seconds: float) -> str:
+    \"\"\"Sleeps.\"\"\"
+    time.sleep(seconds)
+    return "slept"
+
+def leave() -> str:
+    \"\"\"Ends its process.\"\"\"
+    os._exit(3)
+
+def fail() -> str:
+    \"\"\"Raises.\"\"\"
+    raise ValueError("no")
+
+def over(seconds: float) -> str:
+    \"\"\"Ends the completion, late.\"\"\"
+    time.sleep(seconds)
+    return ""
+
+FINAL = True
+"""
+
+
+def test_every_outcome_of_a_call_is_counted_by_its_tool_once(supervisor: str, tmp_path: Path) -> None:
+    """Those of the last turn too, which nobody sees; those that the log answers only in the life that made them."""
+    (tmp_path / "over.py").write_text(FAILING_TOOLS)
+    (tmp_path / "others.py").write_text(FAILING_TOOLS.replace("FINAL = True", ""))
+    others = [ToolConfig(name=n, file=str(tmp_path / "others.py"), timeout_s=0.5) for n in ("nap", "leave", "fail")]
+    tools = (*others, ToolConfig(name="over", file=str(tmp_path / "over.py"), timeout_s=0.5))
+    changes = {"tools": tools, "max_observation_tokens": 400}
+    (request, _) = agents.requests(1)
+    request = msgspec.structs.replace(request, tools=msgspec.structs.replace(agents.USE, max_observation_tokens=400))
+    naps = [agents.call_of("nap", seconds=seconds) for seconds in (0, 30, 0)]
+    failing = [agents.call_of(name) for name in ("leave", "fail", "compass", "nap")]
+    first = environment(supervisor, tmp_path, **changes)
+    try:
+        first.begin(request, ids_of(agents.written(*naps, *failing)), turn=1)
+        (observation,) = first.collect(block=True)
+        first.end(request, ids_of(agents.written(agents.call_of("over", seconds=30))), turn=2)
+        assert first.results([request.id])[request.id].failure is None
+        assert first.counts().outcomes.calls == {
+            "nap/ok": 2,
+            "nap/timeout": 1,
+            "nap/refused": 1,
+            "leave/killed": 1,
+            "fail/error": 1,
+            "over/timeout": 1,
+            "unknown": 1,
+        }
+    finally:
+        first.close()
+    again = environment(supervisor, tmp_path, **changes)
+    try:
+        again.begin(request, ids_of(agents.written(*naps)), turn=1)
+        assert again.collect(block=True)[0].failure is None
+        again.end(request, ids_of("")[:-1], turn=2, position=observation.command_position)
+        again.results([request.id])
+        assert (again.counts().replayed, again.counts().outcomes.calls) == (3, {})
+    finally:
+        again.close()
+
+
+def test_calls_that_a_completion_has_no_time_for_are_counted_as_refused(supervisor: str, tmp_path: Path) -> None:
+    (request, _) = agents.requests(1)
+    hurried = environment(supervisor, tmp_path, sandbox=SandboxUse(max_tool_s=0.2))
+    try:
+        calls = [agents.call_of("bash", command="sleep 0.4")] * 3
+        hurried.begin(request, ids_of(agents.written(*calls)), turn=1)
+        assert hurried.collect(block=True)[0].failure is None
+        hurried.end(request, ids_of("")[:-1], turn=2)
+        assert hurried.results([request.id])[request.id].failure is FailureType.TIMEOUT
+        assert hurried.counts().outcomes.calls == {"bash/ok": 1, "bash/refused": 2}
+    finally:
+        hurried.close()
 
 
 def test_a_request_that_was_begun_again_after_a_failure_has_a_new_sandbox(supervisor: str, tmp_path: Path) -> None:

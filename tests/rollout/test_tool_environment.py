@@ -51,13 +51,20 @@ def encoding() -> ChatEncoding:
     return ChatEncoding(train_tokenizer(texts * 20, TokenizerConfig(vocab_size=384)))
 
 
-def written(*expressions: str, tool: str = "calculator") -> str:
-    calls = "\n".join(
-        f'<{DSML}invoke name="{tool}">\n<{DSML}parameter name="expression" string="true">{expression}</{DSML}parameter>'
-        f"\n</{DSML}invoke>"
-        for expression in expressions
+def call_of(tool: str, **arguments: str | float) -> str:
+    parameters = "\n".join(
+        f'<{DSML}parameter name="{name}" string="{str(isinstance(value, str)).lower()}">{value}</{DSML}parameter>'
+        for name, value in arguments.items()
     )
-    return f"\n\n<{DSML}tool_calls>\n{calls}\n</{DSML}tool_calls>"
+    return f'<{DSML}invoke name="{tool}">\n{parameters}\n</{DSML}invoke>'
+
+
+def of_calls(*calls: str) -> str:
+    return f"\n\n<{DSML}tool_calls>\n" + "\n".join(calls) + f"\n</{DSML}tool_calls>"
+
+
+def written(*expressions: str, tool: str = "calculator") -> str:
+    return of_calls(*(call_of(tool, expression=expression) for expression in expressions))
 
 
 def turn_ids(text: str) -> np.ndarray:
@@ -232,6 +239,68 @@ def test_real_tools_answer(sandbox: FunctionSandbox, text: str, said: list[str] 
         assert ids == encoding().encode_observation(said)
     else:
         assert "error: " in encoding().decode_turn(ids)
+
+
+FAILING_TOOLS = """
+import os, time
+
+def nap(seconds: float) -> str:
+    \"\"\"Sleeps.\"\"\"
+    time.sleep(seconds)
+    return "slept"
+
+def fill(chars: int) -> str:
+    \"\"\"Takes memory.\"\"\"
+    return str(len("x" * chars))
+
+def leave() -> str:
+    \"\"\"Ends its process.\"\"\"
+    os._exit(3)
+
+def fail() -> str:
+    \"\"\"Raises.\"\"\"
+    raise ValueError("no")
+"""
+
+
+def test_every_outcome_of_a_call_is_counted_by_its_tool(tmp_path: Path) -> None:
+    """Nothing else tells of a tool that runs out of time at each call: to the model that is one answer of many."""
+    (tmp_path / "failing.py").write_text(FAILING_TOOLS)
+    names = ("nap", "fill", "leave", "fail")
+    tools = tuple(ToolConfig(name=name, file=str(tmp_path / "failing.py"), timeout_s=0.5) for name in names)
+    task = TaskTools(tools=tools, max_observation_tokens=400, max_calls_per_turn=5)
+    limits = SandboxConfig(workers=2, memory_bytes=64 << 20)
+    turns = [
+        [call_of("nap", seconds=0), call_of("nap", seconds=30), call_of("nap", seconds=40)],
+        [call_of("fill", chars=10**9), call_of("leave"), call_of("fail"), call_of("fill", chars=3)],
+        [call_of("nap", hours=1), call_of("nap", seconds=0), call_of("compass"), call_of("wheel")],
+        [call_of("fail")] * 5 + [call_of("ax")],
+    ]
+    with FunctionSandbox(limits, tools) as sandbox:
+        environment = ToolEnvironment(encoding(), {"maths": task}, {tools: sandbox})
+        for calls in turns:
+            environment.begin(request(400), turn_ids(of_calls(*calls)), turn=1)
+            observed(environment)
+    assert environment.counts().outcomes.calls == {
+        "nap/ok": 2,
+        "nap/timeout": 2,
+        "nap/refused": 1,
+        "fill/oom": 1,
+        "fill/ok": 1,
+        "leave/killed": 1,
+        "fail/error": 1,
+        "fail/refused": 5,
+        "unknown": 3,
+    }
+
+
+def test_a_broken_sandbox_is_counted_too(environment: ToolEnvironment, runner: ScriptedRunner) -> None:
+    environment.begin(request(), turn_ids(written("1", "2")), turn=1)
+    runner.answer(1, "", CallStatus.INFRA)
+    runner.answer(0, "1")
+    (observation,) = environment.collect(block=True)
+    assert observation.failure is FailureType.INFRA
+    assert environment.counts().outcomes.calls == {"calculator/ok": 1, "calculator/infra": 1}
 
 
 def test_an_environment_is_built_from_its_record(tmp_path: Path) -> None:
