@@ -45,7 +45,7 @@ class World:
         self.report = self.do(self.substrate.start())
 
     def do(self, what: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(what, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(what, 240))
 
     def spec(self, limits: Limits = SMALL, image: str = "host") -> SandboxSpec:
         return SandboxSpec(substrate=self.name, image=image, limits=limits, tools=self.tools)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.homes import Home, supervisor_id
 from rollforward.sandbox.launch import LocalTransport
+from rollforward.sandbox.leases import started_ticks
 from rollforward.sandbox.types import ExecRequest, ExecResult, PoolStats
 from tests.helpers.sandboxes import descendants, is_gone
 
@@ -42,7 +43,7 @@ class Stage:
         patch.setattr(tempfile, "tempdir", str(folder))
         self.folder = folder
         self.name = supervisor_id(str(folder)) if name is None else name
-        self.seen: set[int] = set()
+        self.seen: dict[int, int | None] = {}
 
     @property
     def home(self) -> Home:
@@ -72,22 +73,29 @@ class Stage:
         return pid if self.name in command(pid) else None
 
     def look(self) -> set[int]:
-        """Remember which processes there are now: the guard and all below it."""
+        """Remember which processes there are now, the guard and all below it; returns all that were remembered."""
         pid, guard = self.supervisor(), self.guard()
-        self.seen |= {pid, *descendants(pid), *([] if guard is None else [guard])}
-        return self.seen
+        alive = self.alive()
+        for one in (pid, *descendants(pid), *([] if guard is None else [guard])):
+            if one not in alive:
+                self.seen[one] = started_ticks(one)
+        return set(self.seen)
+
+    def alive(self) -> list[int]:
+        """Those that were remembered and are there. Numbers come round: who else has one is none of them."""
+        return [pid for pid, ticks in self.seen.items() if started_ticks(pid) == ticks and not is_gone(pid)]
 
     def left(self) -> list[str]:
         """What there is of it."""
-        found = [f"process {pid} {command(pid)}" for pid in sorted(self.seen) if not is_gone(pid)]
+        found = [f"process {pid} {command(pid)}" for pid in self.alive()]
         found += [f"process {pid} {command(pid)}" for pid in pids() if self.name in command(pid)]
         found += [f"group {path}" for path in groups(self.name)]
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
         found += [f"mount {line}" for line in mounts if self.name in line]
         return found + [f"file {path}/{names}" for path, *names in os.walk(self.home.path)]
 
-    async def gone(self, within_s: float) -> None:
-        """Wait until there is nothing left of it."""
+    async def gone(self, within_s: float = 60.0) -> None:
+        """Wait until there is nothing left of it, on a busy machine too."""
         end_s = time.monotonic() + within_s
         while left := self.left():
             assert time.monotonic() < end_s, left
@@ -101,7 +109,24 @@ class Stage:
         self.look()
         os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGTERM)
-        asyncio.run(self.gone(20.0))
+        asyncio.run(self.gone())
+
+
+async def until(condition: Callable[[], Awaitable[object]], within_s: float = 60.0) -> None:
+    """Wait until something is so; long enough for any machine."""
+    end_s = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+async def until_begun(sandbox: Sandbox) -> None:
+    """Wait until a command of it has made the file `begun`."""
+
+    async def has_begun() -> bool:
+        return (await sh(sandbox, "test -e begun")).exit_code == 0
+
+    await until(has_begun)
 
 
 async def settled(client: SandboxClient) -> PoolStats:
@@ -112,7 +137,7 @@ async def settled(client: SandboxClient) -> PoolStats:
 
 
 def config(**settings: Any) -> ContainerConfig:
-    return ContainerConfig(**({"warm": 0, "lease_s": 30.0, "create_timeout_s": 20.0} | settings))
+    return ContainerConfig(**({"warm": 0, "lease_s": 30.0, "create_timeout_s": 60.0} | settings))
 
 
 async def sh(sandbox: Sandbox, script: str, *, key: str | None = None, wall_s: float = 20.0) -> ExecResult:

