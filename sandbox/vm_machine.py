@@ -326,6 +326,7 @@ class Machine(Instance):
         async with self._while_it_lives("a machine cannot be paused"), self._standing:
             self._asked()
             assert self._monitor is not None
+            self._signal(signal.SIGCONT)  # one that is paused already answers nothing
             await self._monitor.ask("stop")
             # It would wait for the next timer of a clock that stands still now: a moment, again and again.
             self._signal(signal.SIGSTOP)

@@ -1,22 +1,25 @@
 """Proves: machines are had through a supervisor as containers are: keys, warm ones, what isolates them, closing; many
-are forked at once, of their kind or of one that runs, and share nothing; and when it is killed none is left.
+are forked at once, of their kind or of one that runs, and share nothing; when it is killed none is left; and one that
+is paused is had, and ends, as others do.
 """
 
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from rollforward.sandbox.client import SandboxClient
+from rollforward.sandbox.client import Sandbox, SandboxClient
 from rollforward.sandbox.config import KeptSubstrate, Limits
 from rollforward.sandbox.errors import SandboxGoneError
 from rollforward.sandbox.launch import LocalTransport
 from rollforward.sandbox.types import ExecStatus, SandboxSpec
 from tests.helpers.machines import need_machines
+from tests.helpers.sandboxes import is_gone, wait_for
 from tests.helpers.supervisors import Stage, command, config, settled, sh
 
 pytestmark = pytest.mark.timeout(400)
@@ -111,3 +114,69 @@ def test_no_emulator_outlives_a_supervisor_and_guard_that_are_killed(stage: Stag
             assert left == []
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", ["microvm", pytest.param("fullvm", marks=pytest.mark.slow)])
+def test_one_that_is_paused_answers_whoever_takes_it_over_and_goes_as_others_do(
+    stage: Stage, kind: KeptSubstrate
+) -> None:
+    spec = msgspec.structs.replace(SPEC, substrate=kind)
+
+    def client(owner: str, lease_s: float = 60.0) -> SandboxClient:
+        return stage.client(owner, create_timeout_s=300.0, lease_s=lease_s)
+
+    def emulators() -> set[int]:
+        return {pid for pid in stage.look() if "qemu" in command(pid) and not is_gone(pid)}
+
+    async def paused(client: SandboxClient, name: str) -> tuple[Sandbox, int]:
+        before = emulators()
+        sandbox = await client.create(name, spec)
+        assert (await sh(sandbox, "echo kept > file")).status == ExecStatus.OK
+        (emulator,) = emulators() - before
+        for _ in range(2):  # the second one has nothing to do
+            await sandbox.pause()
+            await asyncio.to_thread(wait_for, lambda: _state(emulator) == "T")
+        return sandbox, emulator
+
+    async def end(ask: Coroutine[Any, Any, Any], emulator: int) -> None:
+        await asyncio.to_thread(wait_for, lambda: is_gone(emulator))
+        with pytest.raises(SandboxGoneError):
+            await ask
+
+    async def go() -> None:
+        await stage.up()
+        async with client("first") as first, client("second") as second:
+            found = {name: await paused(first, name) for name in ("took", "forked", "saved", "closed", "killed")}
+            took = await second.adopt("took")
+            assert (await sh(took, "cat file")).text() == "kept\n"
+            fork = await found["forked"][0].fork("fork", max_bytes=1 << 29)
+            taken = await found["saved"][0].snapshot(max_bytes=1 << 29)
+            restored = await second.create("restored", spec, snapshot=taken)
+            for one in (fork, restored):
+                assert (await sh(one, "cat file")).text() == "kept\n"
+                await one.close()
+            sandbox, emulator = found["closed"]
+            await sandbox.close()
+            await end(sandbox.resume(), emulator)
+            sandbox, emulator = found["killed"]
+            os.kill(emulator, signal.SIGKILL)
+            while not (await second.stats()).lost:
+                await asyncio.sleep(0.01)
+            await end(sh(sandbox, "true"), emulator)
+            async with client("third", lease_s=2.0) as third:
+                sandbox, emulator = await paused(third, "left")
+            await end(second.adopt("left"), emulator)
+            assert (await settled(second)).expired == 1
+            for has_guard in (False, True):
+                await stage.up()
+                sandbox, emulator = await paused(second, "last")
+                for pid in (stage.supervisor(), *([] if has_guard else [stage.guard()])):
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+                await end(sandbox.pause(), emulator)
+
+    asyncio.run(go())
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
