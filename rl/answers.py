@@ -41,6 +41,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Why it ended."""
     failure: str | None
     """What went wrong, or None."""
+    left_out: str
+    """Of each path of the submission at which something was that could not be taken, why."""
 
 
 def sampled_answers(
@@ -80,6 +82,7 @@ def _answer(row: TrajectoryRow, example: Example, completion: Completion, encode
         num_tokens=row.num_trained_tokens,
         stop_reason=row.stop_reason,
         failure=row.failure,
+        left_out="" if completion.submission is None else completion.submission.problem,
     )
 
 

@@ -163,7 +163,7 @@ class AgentSessions:
         use = self._use(turn.task)
         was_used = turn.id in self._agents or turn.position > 0 or _newest(self._logs(turn)) is not None
         if not was_used and not turn.calls and not turn.workspace.prepare:
-            untouched = _untouched(turn.workspace, use.submission)
+            untouched = _untouched(turn.workspace, use)
             if untouched is not None:
                 return Ending(id=turn.id, submission=untouched)
         with self._being_asked():
@@ -414,13 +414,18 @@ def _logged_seconds(view: LogView) -> dict[tuple[int, int], float]:
     return seconds
 
 
-def _untouched(workspace: Workspace, paths: Sequence[str]) -> Submission | None:
-    """What a sandbox would hold in which nothing ran; None where its image may have something at a path."""
+def _untouched(workspace: Workspace, use: SandboxUse) -> Submission | None:
+    """What a sandbox would hold in which nothing ran; None where only one can tell: its image may have something at a
+    path, or what the workspace has there cannot be taken."""
     files = {_absolute(path): data for path, data in workspace.files.items()}
-    found = {path: files.get(_absolute(path)) for path in paths}
-    if any(data is None and not _absolute(path).startswith(f"{_HOME}/") for path, data in found.items()):
+    found = {path: files.get(_absolute(path)) for path in use.submission}
+    absent = [_absolute(path) for path, data in found.items() if data is None]
+    taken = {path: data for path, data in found.items() if data is not None}
+    may_be_there = any(not path.startswith(f"{_HOME}/") for path in absent)
+    is_directory = any(name.startswith(f"{path}/") for path in absent for name in files)
+    if may_be_there or is_directory or sum(map(len, taken.values())) > use.max_submission_bytes:
         return None
-    return Submission(files={path: data for path, data in found.items() if data is not None})
+    return Submission(files=taken)
 
 
 def _absolute(path: str) -> str:

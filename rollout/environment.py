@@ -32,7 +32,7 @@ class SandboxUse(msgspec.Struct, frozen=True, kw_only=True):
     submission: tuple[str, ...] = ()
     """Files that are taken out at the end."""
     max_submission_bytes: int = 1 << 20
-    """What they may have together."""
+    """What they may have together; one that makes it more is left out."""
     max_tool_s: float | None = None
     """Seconds that all calls of a completion may take; None: any."""
 

@@ -45,6 +45,6 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     """Contents by path, as the task names them; what was not there, or could not be taken, is left out."""
     problem: str = ""
-    """Why something of it could not be taken though it was there, for a person: the policy's doing."""
+    """Of each path at which something was that could not be taken, why: the policy's doing, for a person."""
     begun_with: BegunWith | None = None
     """Where its task has `prepare`."""

@@ -124,9 +124,9 @@ class GetRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     max_bytes: int
     """How many bytes at most."""
     files: tuple[tuple[bytes, Stored], ...]
-    """Path and content of those that were there, ordered by path."""
+    """Path and content of those that were there and could be taken, ordered by path."""
     problem: str = ""
-    """Why there are none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
+    """Why some could not, or none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
 
 
 class UnknownRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -207,15 +207,13 @@ async def _collected_again(session: Session, view: LogView, blobs: BlobStore, ma
     collected = await session.collect(paths, max_bytes=record.max_bytes)
     before = {path_text(path): blobs.get(stored) for path, stored in record.files}
     status, what = "problem" if record.problem else "ok", _shortened(", ".join(paths))
-    verdict, difference = Verdict.SAME, ""
+    verdict, difference = _compare(record.problem, collected.problem, masks)
     if collected.failure:
         verdict, difference = Verdict.LOST, collected.failure
-    elif record.problem or collected.problem:
-        verdict, difference = _compare(record.problem, collected.problem, masks)
-    elif before.keys() != collected.files.keys():
+    elif verdict is not Verdict.DIFFERS and before.keys() != collected.files.keys():
         verdict = Verdict.DIFFERS
         difference = f"there were {', '.join(before) or 'none'}; now there are {', '.join(collected.files) or 'none'}"
-    else:
+    elif verdict is not Verdict.DIFFERS:
         for path, data in before.items():
             one, where = _compare(_text(data), _text(collected.files[path]), masks)
             if one is not Verdict.SAME:

@@ -31,6 +31,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -220,13 +221,17 @@ class Session:
     async def collect(self, paths: Sequence[str], *, max_bytes: int) -> Collected:
         """Takes files out of the sandbox, once: asked again, also in a later life, the log answers.
 
+        A path at which nothing is is left out. One that cannot be taken costs itself alone: a directory, a pipe or a
+        device, one that passes a link or leaves the sandbox's own files, one that its user may not read, one with more
+        bytes than those before it leave.
+
         Args:
-            paths: absolute, or relative to /workspace.
+            paths: absolute, or relative to /workspace; names, not patterns.
             max_bytes: of all together.
 
         Returns:
-            The files; `problem` where what ran in the sandbox left none that can be taken, `failure` where the platform
-            failed. No command may come after it.
+            The files; `problem` where what ran in the sandbox left some that cannot be taken, `failure` where the
+            platform failed. No command may come after it.
 
         Raises:
             ToolError: the file of a tool cannot be read.
@@ -412,10 +417,7 @@ class Session:
             problem = OOM_TEXT
         else:
             try:
-                files = await tenancy.patiently(lambda: sandbox.download(paths, max_bytes=max_bytes))
-            except SandboxFileError as error:
-                # Without the sandbox's name, which is another one in each.
-                problem = _SANDBOX.sub("", _shown(error)) or "a file cannot be taken"
+                files, problem = await _take(tenancy, sandbox, paths, max_bytes)
             except SandboxGoneError as gone:
                 if gone.cause is not GoneCause.OOM:
                     if tenancy.lose(gone):
@@ -463,6 +465,30 @@ class Session:
             self._greeting.cancel()
             await asyncio.gather(self._greeting, return_exceptions=True)
             self._greeting = None
+
+
+async def _take(
+    tenancy: Tenancy, sandbox: Sandbox, paths: Sequence[str], max_bytes: int
+) -> tuple[dict[str, bytes], str]:
+    """The files at these paths that can be taken, in this order as long as they have no more bytes together, and why
+    the others cannot."""
+    files: dict[str, bytes] = {}
+    problems: list[str] = []
+    left = max_bytes
+    for path in dict.fromkeys(paths):
+        try:
+            found = await tenancy.patiently(partial(sandbox.download, [path], max_bytes=max_bytes))
+        except SandboxFileError as error:
+            # Without the sandbox's name, which is another one in each.
+            problems.append(_SANDBOX.sub("", _shown(error)) or "a file cannot be taken")
+            continue
+        size = sum(map(len, found.values()))
+        if size > left:
+            problems.append(_shown(f"{path[:200]!r} makes it more than {max_bytes} bytes"))
+            continue
+        files |= found
+        left -= size
+    return files, "; ".join(problems)
 
 
 async def _collected(log: CommandLog, record: GetRecord, position: int, *, is_replayed: bool) -> Collected:

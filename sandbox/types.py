@@ -185,9 +185,9 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """Files that were taken out of a sandbox."""
 
     files: dict[str, bytes]
-    """Path, as it was asked for, -> content; paths at which there is nothing are left out."""
+    """Path, as it was asked for, -> content; those at which there is nothing, or what cannot be taken, are left out."""
     problem: str
-    """Why there are none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
+    """Why some cannot be taken, or none, by the doing of what ran in the sandbox; empty where nothing was wrong."""
     failure: str
     """Why there are none, by the platform's: an infra failure. Empty where nothing was wrong."""
     position: int

@@ -81,10 +81,11 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
     submission: tuple[str, ...] = ()
     """(`container`) Files that are taken out of the sandbox at the end for the reward: paths relative to /workspace, or
-    absolute. Those that are not there are left out.
+    absolute, no patterns. Those that are not there are left out, and so is what cannot be taken: a directory, a device,
+    a path that passes a link, a file that the sandbox's own user may not read. `answers.jsonl` says which and why.
     """
     max_submission_bytes: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 1 << 20
-    """(`container`) What they may have together; of more nothing is taken."""
+    """(`container`) What they may have together. They are taken in their order; one that makes it more is left out."""
     max_tool_s: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
     """(`container`) Seconds that all calls of a completion may take together. When they are used up, every further call
     is answered with that instead of being made, and the completion counts as a timeout, which is scored and trained.

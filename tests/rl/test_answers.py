@@ -17,6 +17,7 @@ from rollforward.rl.checkpoints import latest_checkpoint
 from rollforward.rl.learner import Learner
 from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rollout.types import FailureType, RequestId, StopReason
+from rollforward.rollout.workspace import Submission
 from tests.helpers.runs import build_controller, small_run, write_model
 
 
@@ -53,7 +54,12 @@ def test_the_first_trained_group_of_every_task() -> None:
     tasks = ["sums", "sums", "words", "sums", "words"]
     rows = [_row(prompt, member, tasks[prompt]) for prompt in range(1, 5) for member in range(6)]
     examples: list[Any] = [_Named(messages=(_Named(content="rules"), _Named(content=f"q{i}"))) for i in range(5)]
-    completions: list[Any] = [_Named(id=RequestId(5, prompt, member)) for prompt in range(5) for member in range(6)]
+    submissions = {2: Submission(problem="'a' is no regular file"), 3: Submission()}  # of the others nothing is kept
+    completions: list[Any] = [
+        _Named(id=RequestId(5, prompt, member), submission=submissions.get(prompt))
+        for prompt in range(5)
+        for member in range(6)
+    ]
     shown = sampled_answers(rows, examples, completions[::-1], _Encoder())  # type: ignore[arg-type]
     assert [(one.task, one.prompt, one.member) for one in shown] == [
         *[("sums", 1, member) for member in range(4)],
@@ -71,7 +77,9 @@ def test_the_first_trained_group_of_every_task() -> None:
         num_tokens=4,
         stop_reason="length",
         failure="timeout",
+        left_out="'a' is no regular file",
     )
+    assert shown[0].left_out == ""
     assert dict(zip(table_columns(), table_row(shown[4]), strict=True))["failure"] == "timeout"
 
 

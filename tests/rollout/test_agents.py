@@ -238,16 +238,21 @@ def test_the_last_call_that_has_no_end_of_turn_is_not_made(supervisor: str, tmp_
     assert [path.stem for path in tmp_path.glob("commands/*/*.log")] == [str(whole.id)], "nothing ran in the other"
 
 
-def test_a_submission_that_is_too_large_is_the_policys_doing(supervisor: str, tmp_path: Path) -> None:
-    answering = environment(supervisor, tmp_path, sandbox=SandboxUse(submission=("seen.txt",), max_submission_bytes=5))
+@pytest.mark.parametrize("calls", [[], [agents.call_of("submit", answer="7")]])
+def test_a_file_of_a_submission_that_is_too_large_is_the_policys_doing_and_left_out(
+    supervisor: str, tmp_path: Path, calls: list[str]
+) -> None:
+    """Also where nothing was called, so that no sandbox would have been needed."""
+    use = SandboxUse(submission=("seen.txt", "answer.txt"), max_submission_bytes=5)
+    answering = environment(supervisor, tmp_path, sandbox=use)
     try:
         (request, _) = agents.requests(1)
-        answering.end(request, ids_of(agents.written(agents.call_of("submit"))), turn=1)
+        answering.end(request, ids_of(agents.written(*calls) if calls else ""), turn=1)
         ending = answering.results([request.id])[request.id]
         assert ending.failure is None
         assert ending.submission is not None
-        assert ending.submission.files == {}
-        assert ending.submission.problem
+        assert ending.submission.files == ({"answer.txt": b"7"} if calls else {})
+        assert ending.submission.problem == "'seen.txt' makes it more than 5 bytes"
     finally:
         answering.close()
 
@@ -440,13 +445,17 @@ def test_files_that_fit_into_no_sandbox_are_the_datas_fault_in_every_life(superv
 
 
 def test_what_needs_no_sandbox_to_be_known_makes_none(tmp_path: Path) -> None:
-    """An image may have something at a path; the workspace says it of its own paths alone."""
+    """An image may have something at a path; the workspace says it of its own paths alone. What a sandbox refuses is
+    left to one: too many bytes, a directory."""
     from rollforward.rollout.agent_sessions import _untouched  # pyright: ignore[reportPrivateUsage]
 
     workspace = Workspace(files={"a/b": b"1", "/workspace/c": b"2", "/srv/d": b"3"})
-    found = _untouched(workspace, ["/workspace/a/b", "c", "/srv/d", "nothing"])
+    paths = ("/workspace/a/b", "c", "/srv/d", "nothing")
+    found = _untouched(workspace, SandboxUse(submission=paths, max_submission_bytes=3))
     assert found == Submission(files={"/workspace/a/b": b"1", "c": b"2", "/srv/d": b"3"})
-    assert _untouched(workspace, ["/srv/e"]) is None
+    for unknown in (("/srv/e",), ("c", "a")):
+        assert _untouched(workspace, SandboxUse(submission=unknown)) is None
+    assert _untouched(workspace, SandboxUse(submission=paths, max_submission_bytes=2)) is None
 
 
 def test_command_logs_of_covered_steps_go_the_oldest_first(tmp_path: Path) -> None:

@@ -123,6 +123,21 @@ def test_files_that_come_or_go_differ(trajectory: Trajectory) -> None:
     assert verdicts(replayed) == [("t1c0", "same"), ("files", "differs")]
 
 
+def test_files_beside_one_that_cannot_be_taken_are_compared_too(trajectory: Trajectory) -> None:
+    async def work(session: Session) -> None:
+        await session.call("t1c0", mark("m0"))
+        await session.collect(["deep", "effects"], max_bytes=100)
+
+    trajectory.live(work)
+    assert verdicts(again(trajectory)) == [("t1c0", "same"), ("files", "same")]
+    file = Path(trajectory.spec.tools[0].file or "")
+    changed = "open('effects', 'a').write('x'); return"
+    file.write_text(file.read_text().replace('return f"{data.count', f'{changed} f"{{data.count'))
+    replayed = again(trajectory)
+    assert verdicts(replayed) == [("t1c0", "same"), ("files", "differs")]
+    assert replayed.steps[1].difference == "effects: line 2 was '', is now 'x'"
+
+
 def test_a_trajectory_without_a_sandbox_has_nothing_to_do(trajectory: Trajectory) -> None:
     async def nothing(session: Session) -> None:
         await session.close()

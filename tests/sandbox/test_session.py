@@ -22,7 +22,7 @@ from rollforward.sandbox.client import Sandbox, SandboxClient, SocketTransport
 from rollforward.sandbox.codec import SEGMENT_HEADER_BYTES, Frame, frame_seed, scan_frames
 from rollforward.sandbox.command_log import CommandLog, read_log
 from rollforward.sandbox.command_records import StartRecord, encode_call
-from rollforward.sandbox.config import Limits
+from rollforward.sandbox.config import KeptSubstrate, Limits, ToolConfig
 from rollforward.sandbox.homes import Home
 from rollforward.sandbox.session import OOM_TEXT, Collected, Session, SessionResult
 from rollforward.sandbox.types import Call, CallStatus, SandboxSpec
@@ -426,6 +426,52 @@ def test_what_cannot_be_collected_is_the_policys_doing_and_said_again(trajectory
     assert (again.problem, again.is_replayed) == (found.problem, True)
     other = trajectory.live(lambda session: session.collect(["answer"], max_bytes=101))
     assert "others were collected" in other.failure
+
+
+LEFT = """
+mkdir -p dir/deep; echo x > dir/file; ln -s good link; ln -s dir way; mkfifo pipe; echo x > mine; chmod 0 mine
+mkdir shut; echo x > shut/file; chmod 0 shut; touch empty; head -c 60 /dev/zero > large; head -c 2000 /dev/zero > huge
+python3 -c "import socket; socket.socket(socket.AF_UNIX).bind('socket')"
+printf good > good; printf %040d 0 > last
+"""
+TAKEN = ("good", "absent", "dir", "dir/file", "link", "way/file", "pipe", "socket", "/dev/null", "mine", "shut/file")
+TAKEN += ("good/below", "huge", "empty", "large", "last", "dir/deep", "last")
+PROBLEMS = {
+    "dir": "is no regular file",
+    "link": "its path passes a link",
+    "way/file": "its path passes a link",
+    "pipe": "is no regular file",
+    "socket": "it is no regular file",
+    "/dev/null": "its path leaves the sandbox's own files",
+    "mine": "Permission denied",
+    "shut/file": "Permission denied",
+    "huge": "makes it more than 64 bytes",
+    "large": "makes it more than 64 bytes",
+    "dir/deep": "is no regular file",
+}
+"""Paths that are taken, of 64 bytes in all, and of those at which something is that cannot be: why."""
+
+
+@pytest.mark.parametrize("substrate", ["container", "microvm"])
+def test_what_cannot_be_collected_costs_itself_alone_and_is_said(
+    trajectory: Trajectory, substrate: KeptSubstrate
+) -> None:
+    bash = ToolConfig(name="bash", timeout_s=30.0)
+    trajectory.spec = msgspec.structs.replace(trajectory.spec, substrate=substrate, tools=(bash,))
+
+    async def work(session: Session) -> Collected:
+        told = await session.call("t0c0", Call(tool="bash", arguments={"command": LEFT}))
+        assert told.result.status is CallStatus.OK, told.result
+        return await session.collect(TAKEN, max_bytes=64)
+
+    found = trajectory.live(work)
+    assert (found.files, found.failure) == ({"good": b"good", "dir/file": b"x\n", "empty": b"", "last": b"0" * 40}, "")
+    said = found.problem.split("; ")
+    for (path, why), one in zip(PROBLEMS.items(), said, strict=True):
+        assert one.startswith(repr(path)), one
+        assert why in one
+    again = trajectory.live(work, transport=SocketTransport(NOWHERE))
+    assert (again.files, again.problem, again.is_replayed) == (found.files, found.problem, True)
 
 
 def test_large_files_and_answers_are_blobs_of_the_step(trajectory: Trajectory) -> None:
