@@ -90,22 +90,30 @@ def test_paths_that_are_refused(world: World, container: Container, path: str, w
     assert world.sh(container, "cat /etc/passwd /tmp//x").stdout.count(b"pwned") == 0
 
 
+async def there(container: Container, path: str) -> None:
+    """Wait until there is a file."""
+    while not await container.download([path], max_bytes=9):
+        await asyncio.sleep(0.01)
+
+
 def test_a_lease_and_a_full_disk_do_not_hold_the_agent(world: World, container: Container) -> None:
     holder = """
-import fcntl, signal, time
+import fcntl, os, signal, time
 open('leased', 'w').close()
 file = open('leased')
 signal.signal(signal.SIGIO, signal.SIG_IGN)
 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-time.sleep(9)
+open('started', 'w').close()
+while not os.path.exists('stop'): time.sleep(0.01)
 """
 
     async def race() -> None:
-        running = asyncio.create_task(container.exec(ExecRequest(argv=("python3", "-c", holder), wall_s=3.0)))
-        await asyncio.sleep(1.0)
+        running = asyncio.create_task(container.exec(ExecRequest(argv=("python3", "-c", holder), wall_s=100.0)))
+        await there(container, "started")
         with pytest.raises(SandboxFileError, match="holds it"):
             await container.upload({"leased": b"x"})
-        await running
+        await container.upload({"stop": b""})
+        assert (await running).status == ExecStatus.OK
 
     world.do(race())
     with pytest.raises(SandboxFileError, match="no room"):
@@ -120,28 +128,33 @@ def test_a_racing_renamer_never_sees_a_file_follow_its_link(world: World, contai
 import ctypes, os
 os.makedirs('real/d'); os.makedirs('/tmp//trap/d'); os.symlink('../tmp//trap', 'link')
 libc = ctypes.CDLL(None)
-while True:
-    libc.renameat2(-100, b'real', -100, b'link', 2)
+open('/home//started', 'w').close()
+while not os.path.exists('/home//stop'):
+    for _ in range(1000): libc.renameat2(-100, b'real', -100, b'link', 2)
 """
 
-    async def race() -> tuple[int, int]:
-        running = asyncio.create_task(container.exec(ExecRequest(argv=("python3", "-c", renamer), wall_s=4.0)))
-        await asyncio.sleep(0.7)
-        written = refused = 0
-        for index in range(400):
+    async def race() -> tuple[set[str], int]:
+        running = asyncio.create_task(container.exec(ExecRequest(argv=("python3", "-c", renamer), wall_s=200.0)))
+        await there(container, "/home//started")
+        written, refused = set[str](), 0
+        for number in range(20_000):
+            if number >= 400 and written and refused:
+                break
+            name = f"real/d/f{number % 400}"
             try:
-                await container.upload({f"real/d/f{index}": b"x"})
-                written += 1
+                await container.upload({name: b"x"})
+                written.add(name)
             except SandboxFileError:
                 refused += 1
-        await running
+        await container.upload({"/home//stop": b""})
+        assert (await running).status == ExecStatus.OK
         return written, refused
 
     written, refused = world.do(race())
-    assert written > 0
+    assert written
     assert refused > 0
     assert world.sh(container, "find /tmp//trap -type f | wc -l").stdout == b"0\n"
-    assert world.sh(container, "find /workspace -type f | wc -l").stdout == b"%d\n" % written
+    assert world.sh(container, "find /workspace -type f | wc -l").stdout == b"%d\n" % len(written)
 
 
 def test_questions_of_a_gone_container(world: World) -> None:

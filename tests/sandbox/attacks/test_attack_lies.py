@@ -230,12 +230,13 @@ def test_no_submission_escapes_its_verdict(transport: LocalTransport) -> None:
     grader = Grader(CONFIG, [transport])
     test = {"argv": ["python3", "solve.py"], "stdin": "4", "stdout": "expected-7f3a", "timeout_s": 1.5}
     tests = msgspec.convert([test, test], tuple[UnitTest, ...])
+    patient = msgspec.convert([test | {"timeout_s": 60.0}] * 2, tuple[UnitTest, ...])
     judge = UnitTestJudge(UnitTestReward(timeout_s=2.0), grader, owner="task attacked")
     try:
         found = {
             name: judge(Submission(files={"solve.py": text.encode()}), tests) for name, text in SUBMISSIONS.items()
         }
-        honest = judge(Submission(files={"solve.py": b"print('expected-7f3a')"}), tests)
+        honest = judge(Submission(files={"solve.py": b"print('expected-7f3a')"}), patient)
     finally:
         grader.close()
     assert {name: score for name, score in found.items() if not (isinstance(score, Score) and score.value == 0.0)} == {}

@@ -58,7 +58,7 @@ def test_who_ignores_signals_is_killed_at_the_deadline_and_lets_go_of_locks(worl
     hold = "import fcntl, signal, time\nfor s in (1, 2, 15, 17): signal.signal(s, signal.SIG_IGN)\n"
     hold += "f = open('/home//lock', 'w'); fcntl.flock(f, 2); fcntl.lockf(f, 2); print('held', flush=True)\n"
     hold += "while True: time.sleep(1)"
-    result = world.do(command.container.exec(python(hold, wall_s=0.6)))
+    result = world.do(command.container.exec(python(hold, wall_s=4.0)))
     assert (result.status, result.stdout) == (ExecStatus.TIMEOUT, b"held\n")
     assert world.sh(command.container, "flock -n /home//lock echo free").stdout == b"free\n"
 
@@ -197,7 +197,7 @@ def test_a_command_leaves_the_next_one_no_place_and_no_path(world: World, comman
 
 @everywhere
 def test_no_mount_or_process_is_left_on_the_host(world: World) -> None:
-    mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
+    mounts = set(Path("/proc/self/mountinfo").read_text().splitlines())
     containers = [world.create(LIMITS) for _ in range(4)]
     for container in containers:
         world.sh(container, "sleep 60 & sleep 0.01")
@@ -205,4 +205,5 @@ def test_no_mount_or_process_is_left_on_the_host(world: World) -> None:
     for container in containers:
         world.do(container.kill())
     wait_for(lambda: all(is_gone(pid) for pid in pids))
-    assert len(Path("/proc/self/mountinfo").read_text().splitlines()) == mounts
+    # What another test mounts meanwhile goes with it.
+    wait_for(lambda: set(Path("/proc/self/mountinfo").read_text().splitlines()) <= mounts)
