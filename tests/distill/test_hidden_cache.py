@@ -402,10 +402,13 @@ for life in range(-1, 30):
         assert os.waitpid(child, 0)[1] == 0
         whole_s = time.monotonic() - start
         continue
-    # On a busy machine no random instant need fall into a write: every third kill waits for one.
-    if life % 3:
+    # On a busy machine no random instant need fall into a write, or behind one: every third kill waits for one to
+    # begin, if it sees that, and every third for one to end.
+    if life % 3 == 2:
         time.sleep(random.uniform(0, 1.2 * whole_s))
-    while life % 3 == 0 and time.monotonic() < start + 10 and not list(Path(sys.argv[1]).rglob(".*")):
+    while life % 3 == 0 and not list(Path(sys.argv[1]).rglob(".*")) and cache.finding(STEP, 2, keys[2]) is not None:
+        pass
+    while life % 3 == 1 and cache.finding(STEP, 0, keys[0]) is not None:
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

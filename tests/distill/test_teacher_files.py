@@ -76,7 +76,7 @@ def _folder(path: Path) -> None:
     (path / "deep").mkdir(parents=True)
 
 
-def within_2_s(call: Callable[[], T]) -> T:
+def within_a_minute(call: Callable[[], T]) -> T:
     """What a call returns or raises; one that waits for a pipe fails, and its thread is left to wait."""
     done: Future[T] = Future()
 
@@ -87,7 +87,7 @@ def within_2_s(call: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result(2)
+    return done.result(60)
 
 
 def test_where_a_teacher_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_what_is_no_file_in_the_cache_is_replaced(
     (directory / name).unlink(missing_ok=True)
     make(directory / name)
     fetched.clear()
-    assert contents(within_2_s(lambda: fetch(URL, tmp_path))) == FILES
+    assert contents(within_a_minute(lambda: fetch(URL, tmp_path))) == FILES
     assert (directory / "FETCHED").is_file()
     assert fetched == (sorted(FILES) if name == "FETCHED" else [name] if name in FILES else [])
     fetched.clear()
@@ -303,7 +303,7 @@ def test_a_pipe_by_the_name_of_a_file_is_refused_where_a_reader_would_wait(tmp_p
         lambda: check_teacher("maths", teacher, student_dir=student, longest_tokens=8),
     ):
         with pytest.raises(TeacherError, match=rf"{teacher / name} is no regular file"):
-            within_2_s(reader)
+            within_a_minute(reader)
 
 
 def test_a_pipe_as_a_record_of_what_was_read_is_none(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_pipe_as_a_record_of_what_was_read_is_none(tmp_path: Path) -> None:
     (record,) = (tmp_path / "records").glob("*.fingerprints")
     record.unlink()
     os.mkfifo(record)
-    assert within_2_s(lambda: describe_teacher("maths", teacher, tmp_path / "records")) == first
+    assert within_a_minute(lambda: describe_teacher("maths", teacher, tmp_path / "records")) == first
     assert record.is_file()
 
 
@@ -437,7 +437,7 @@ def test_who_comes_second_waits_for_the_lock(tmp_path: Path) -> None:
     assert thread.is_alive()
     assert found == []
     os.close(descriptor)
-    thread.join(10)
+    thread.join(60)
     assert found == [directory]
 
 

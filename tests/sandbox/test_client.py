@@ -31,7 +31,7 @@ from rollforward.sandbox.homes import supervisor_id
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecStatus, PoolStats, SandboxSpec
 from rollforward.sandbox.vm_machine import BootError
 from rollforward.sandbox.vm_monitor import MonitorLostError
-from tests.helpers.supervisors import Stage, config, on_loop, sh
+from tests.helpers.supervisors import Stage, config, on_loop, sh, until
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def name(request: pytest.FixtureRequest) -> str:
     """An identity of the test's own."""
     return request.node.originalname.replace("_", "-")[:50]
+
+
+WAITS = "until test -e go; do sleep 0.05; done"
+"""A command that ends when it is told to."""
 
 
 class Cutting:
@@ -224,10 +228,15 @@ async def test_a_command_with_a_key_runs_once_however_often_the_connection_is_cu
     client, transport = await cutting(stage, "exec", 2)
     async with client:
         sandbox = await client.create(name, SandboxSpec())
-        result = await sh(sandbox, "sleep 1.2; echo x >> runs; cat runs", key="t0c0")
+        script = f"{WAITS}; echo x >> runs; cat runs"
+        running = asyncio.create_task(sh(sandbox, script, key="t0c0", wall_s=100.0))
+        while transport.asked.count("exec") < 3:
+            await asyncio.sleep(0.01)
+        await sandbox.upload({"go": b""})
+        result = await running
         assert (result.status, result.stdout) == (ExecStatus.OK, b"x\n")
         assert transport.asked.count("exec") == 3
-        again = await sh(sandbox, "sleep 1.2; echo x >> runs; cat runs", key="t0c0")
+        again = await sh(sandbox, script, key="t0c0", wall_s=100.0)
         assert again == result
         assert await sandbox.download(["runs"], max_bytes=100) == {"runs": b"x\n"}
         await sandbox.close()
@@ -239,9 +248,11 @@ async def test_a_command_without_a_key_is_not_asked_again(stage: Stage, name: st
     async with client:
         sandbox = await client.create(name, SandboxSpec())
         with pytest.raises(SandboxConnectionError, match="may have happened"):
-            await sh(sandbox, "sleep 0.5; echo x >> runs")
+            await sh(sandbox, f"{WAITS}; echo x >> runs", wall_s=100.0)
         assert transport.asked.count("exec") == 1
-        assert (await sh(sandbox, "sleep 0.5; cat runs")).stdout == b"x\n"  # it came to its end
+        await sandbox.upload({"go": b""})
+        ended = "until grep -qs x runs; do sleep 0.05; done; cat runs"
+        assert (await sh(sandbox, ended, wall_s=100.0)).stdout == b"x\n"  # it came to its end
         await sandbox.close()
 
 
@@ -277,17 +288,19 @@ async def test_a_snapshot_begins_another_sandbox(stage: Stage, name: str) -> Non
 @on_loop
 async def test_who_gives_up_leaves_no_sandbox(stage: Stage, name: str) -> None:
     async with stage.client() as client:
+        await client.list()
         creating = asyncio.create_task(client.create(name, SandboxSpec()))
-        await asyncio.sleep(0.002)
+        for _ in range(5):  # it is asked for, and no answer is so quick
+            await asyncio.sleep(0)
         creating.cancel()
         with pytest.raises(asyncio.CancelledError):
             await creating
     async with stage.client() as client:
-        for _ in range(100):
-            if name not in {info.sandbox_id for info in await client.list()}:
-                return
-            await asyncio.sleep(0.02)
-        pytest.fail("it is still there")
+
+        async def is_gone() -> bool:
+            return name not in {info.sandbox_id for info in await client.list()}
+
+        await until(is_gone)
 
 
 @on_loop
@@ -335,12 +348,12 @@ async def test_a_supervisor_that_hangs_costs_no_sandbox_of_another_its_lease(tmp
 
 
 def test_a_breaker_lets_one_try_after_its_time() -> None:
-    route = _Route(SocketTransport(Path("nowhere")), config(break_after=2, break_s=0.05))
+    route = _Route(SocketTransport(Path("nowhere")), config(break_after=2, break_s=1.0))
     route.failed()
     assert not route.is_broken()
     route.failed()
     assert route.is_broken()
-    time.sleep(0.06)
+    time.sleep(1.1)
     assert not route.is_broken()
     route.failed()
     assert route.is_broken()

@@ -6,6 +6,7 @@ Does not prove: that control groups and processes of real sandboxes go (test_sup
 import errno
 import fcntl
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from rollforward.sandbox.homes import Claim, Home, homes_root, supervisor_id, sw
 from rollforward.sandbox.leases import Deadline, LeaseBook, LeaseRecord, started_ticks
 from tests.helpers.sandboxes import is_gone, wait_for
 
-NAME = "0123456789abcdef"
+NAME = secrets.token_hex(8)
+"""Of no other process: control groups are the whole machine's."""
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +170,7 @@ def test_the_dead_are_cleaned_up_after_and_the_living_left_alone(root: Path) -> 
         (root / "somebody-else").mkdir()
         (root / "a-file").write_bytes(b"")
         assert sweep_homes() == [NAME]
-        assert killed.wait(timeout=10) == -signal.SIGKILL
+        assert killed.wait(timeout=60) == -signal.SIGKILL
         assert spared.poll() is None
         assert sorted(os.listdir(root)) == ["a-file", "f" * 16, "somebody-else"]
         lives.remove()
@@ -195,17 +197,19 @@ def test_a_lock_is_free_as_soon_as_its_process_is_killed() -> None:
     assert sweep_home(Home.of(NAME))
 
 
-def test_of_one_that_is_known_to_be_dead_a_lock_that_is_held_for_a_moment_is_waited_for() -> None:
+def test_of_one_that_is_known_to_be_dead_a_lock_that_is_held_for_a_moment_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(homes, "_PATIENCE_S", 60.0)
     home = Home.of(NAME)
     claim = Claim.take(home, make=True)
     assert claim is not None
-    threading.Timer(0.3, claim.release).start()
     assert not sweep_home(home)
+    threading.Timer(0.3, claim.release).start()
     began_s = time.monotonic()
     assert sweep_home(home, is_dead=True)
-    assert 0.1 < time.monotonic() - began_s < 2.0
     assert not sweep_home(home, is_dead=True)
-    assert time.monotonic() - began_s < 2.0  # there is none, and it is not waited for
+    assert time.monotonic() - began_s < 50.0  # there is none, and it is not waited for
 
 
 def test_a_successor_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +243,7 @@ def test_a_sweep_that_fails_leaves_the_lock_free(monkeypatch: pytest.MonkeyPatch
 
 def test_control_groups_are_found_wherever_the_dead_one_had_them() -> None:
     """A supervisor was killed before it could record a sandbox, and whoever cleans up is in another group."""
-    parents = [parent / "rollforward-elsewhere" for parent in cgroups.find().parents()]
+    parents = [parent / f"rollforward-elsewhere-{NAME}" for parent in cgroups.find().parents()]
     home, member = Home.of(NAME), subprocess.Popen(["sleep", "1000"])
     groups = [parent / f"rollforward.{NAME}.x" for parent in parents]
     try:
@@ -251,7 +255,7 @@ def test_control_groups_are_found_wherever_the_dead_one_had_them() -> None:
         (home.path / "groups").write_text("\n".join(map(str, [*parents, "/nowhere", "relative", "\0"])))
         claim.release()
         assert sweep_home(home)
-        assert member.wait(timeout=10) == -signal.SIGKILL
+        assert member.wait(timeout=60) == -signal.SIGKILL
         assert [group for group in groups if group.exists()] == []
     finally:
         member.kill()

@@ -53,7 +53,7 @@ def preparation(client: SandboxClient, folder: Path, commands: Sequence[Sequence
 def asked(home: Home, work: Callable[[SandboxClient], Awaitable[T]]) -> T:
     async def go() -> T:
         async with SandboxClient([SocketTransport(home.socket)], CONFIG, owner="test") as client:
-            return await asyncio.wait_for(work(client), 60)
+            return await asyncio.wait_for(work(client), 200)
 
     return asyncio.run(go())
 
@@ -120,7 +120,6 @@ def test_a_command_that_fails_is_the_datas_fault_for_all_alike(
     home: Home, folder: Path, command: tuple[str, ...], said: str
 ) -> None:
     spec = spec_in(folder)
-    spec = msgspec.structs.replace(spec, limits=msgspec.structs.replace(spec.limits, wall_s=0.5))
 
     async def life(client: SandboxClient, name: str) -> tuple[str, bool]:
         begin = Preparation(
@@ -246,7 +245,7 @@ def test_who_is_killed_while_it_prepares_leaves_it_to_the_next(home: Home, folde
     )
     for _ in range(2):
         child = subprocess.Popen([sys.executable, "-c", program, str(home.path), str(folder)], cwd=Path.cwd())
-        wait_for(lambda: bool(list((folder / "prepared").glob("*.lock"))), 30)
+        wait_for(lambda: bool(list((folder / "prepared").glob("*.lock"))))
         time.sleep(0.3)
         child.kill()
         child.wait()

@@ -7,8 +7,9 @@ Not here: what a sandbox isolates (tests/sandbox), columns of a user's file (tes
 
 import asyncio
 import secrets
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,18 @@ def test_the_end_of_a_script_is_not_easily_forged(grader: Grader, forgery: str) 
 def test_a_sandbox_that_is_taken_away_is_no_0(grader: Grader, name: str) -> None:
     """Somebody closes every sandbox of the first attempt in the middle of a test."""
 
-    async def close_all(num: int) -> int:
+    def steal(pool: ThreadPoolExecutor, num: int) -> Future[int]:
+        """Who does it is there already when this returns."""
+        is_there = threading.Event()
+        thief = pool.submit(asyncio.run, close_all(num, is_there))
+        assert is_there.wait(60)
+        return thief
+
+    async def close_all(num: int, is_there: threading.Event) -> int:
         async with SandboxClient([LocalTransport(name, CONFIG)], CONFIG, owner="thief") as client:
             closed = 0
+            await client.list()
+            is_there.set()
             while closed < num:
                 for info in await client.list():
                     await (await client.adopt(info.sandbox_id)).close()
@@ -190,14 +200,14 @@ def test_a_sandbox_that_is_taken_away_is_no_0(grader: Grader, name: str) -> None
                 await asyncio.sleep(0.05)
             return closed
 
-    test = {"argv": ["sh", "-c", "sleep 1; cat solve.py"], "stdout": "hello"}
+    test = {"argv": ["sh", "-c", "sleep 3; cat solve.py"], "stdout": "hello"}
     with ThreadPoolExecutor(2) as pool:
+        thief = steal(pool, 1)
         score = pool.submit(judged, grader, {"solve.py": "hello"}, test)
-        thief = pool.submit(asyncio.run, close_all(1))
         assert value(score.result()) == 1.0
         assert thief.result() == 1
+        thief = steal(pool, CONFIG.attempts)
         lost = pool.submit(judged, grader, {"solve.py": "hello"}, test)
-        thief = pool.submit(asyncio.run, close_all(CONFIG.attempts))
         unscored = lost.result()
         assert isinstance(unscored, Unscored)
         assert unscored.failure is FailureType.INFRA
