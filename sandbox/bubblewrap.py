@@ -7,6 +7,7 @@ make further ones, so what it starts must be shut in by itself (`inside/`).
 
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,7 @@ PROGRAMS: Final = Path(__file__).parent / "inside"
 """Where the programs lie that run inside."""
 _PATH: Final = "/program"
 _START: Final = f"import sys; sys.path.insert(0, '{_PATH}'); from {{module}} import main; main()"
+_START_S: Final = 60.0
 _WAY_OUT: Final = (
     "The sandbox needs user namespaces: as root allow them with `sysctl user.max_user_namespaces=15000` and, where they"
     " exist, kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; in a container"
@@ -125,7 +127,11 @@ def unavailable(errors: IO[bytes], what: str) -> SandboxUnavailableError:
 
 def _map_users(info: int, first: int, number: int) -> None:
     data = b""
+    poll = select.poll()  # not select, which knows descriptors below 1024 only
+    poll.register(info, select.POLLIN)
     while b"}" not in data:
+        if not poll.poll(1000 * _START_S):
+            raise OSError(0, f"bubblewrap said nothing within {_START_S:g} s")
         chunk = os.read(info, 4096)
         if not chunk:
             raise OSError(0, "bubblewrap ended")

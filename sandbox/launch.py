@@ -163,14 +163,17 @@ def _start(home: Home, config: ContainerConfig, end_s: float) -> None:
             )
         finally:
             os.close(write_end)
-        process.wait()
+        try:
+            process.wait(max(end_s - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:  # it has not even left this process
+            process.kill()
         outcome = _read(said, end_s)
         if outcome in (wire.READY, wire.TAKEN):
             return
         if outcome:
             wire.result(outcome, type(None))
         raise SandboxUnavailableError(
-            f"a sandbox supervisor did not come up: {last_line(errors.fileno()) or 'it ended without a word'}"
+            f"a sandbox supervisor did not come up: {last_line(errors.fileno()) or 'it said nothing'}"
         )
 
 

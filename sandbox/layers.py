@@ -34,6 +34,7 @@ from rollforward.sandbox.layers_archive import decompressed, open_archive, unpac
 from rollforward.sandbox.layers_files import FileKind, write_file
 from rollforward.sandbox.layers_oci import MARK, oci_layers, unpack_oci
 from rollforward.sandbox.layers_tree import Bounds, TreeWriter, remove_tree, tree_digest, walk, write_copy
+from rollforward.sandbox.refusals import way_out
 
 STORED: Final = "layer:"
 """Begins a source that names a layer of the store by its digest."""
@@ -136,8 +137,8 @@ class LayerStore:
             raise LayerError(f"layer {source}: {error}") from None
         except OSError as error:
             raise SandboxUnavailableError(
-                f"layer {source}: the store {self.directory} cannot be written ({error.strerror or error}). Make room,"
-                " or set sandbox.container.layers.dir to a directory on another disk"
+                f"layer {source}: the store {self.directory} (sandbox.container.layers.dir) cannot be written"
+                f" ({error.strerror or error}). {way_out(error)}"
             ) from None
 
     def layer_file(self, layer: Layer, kind: FileKind = "ext4") -> Path:

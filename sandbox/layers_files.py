@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from typing import Final, Literal, NamedTuple
 from rollforward.sandbox.bubblewrap import find_bubblewrap
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.layers_tree import walk
+from rollforward.sandbox.programs import HangsError, run_program
 
 FileKind = Literal["ext4", "erofs", "squashfs"]
 
@@ -64,9 +64,9 @@ def write_file(tree: Path, path: Path, kind: FileKind) -> None:
     if kind == "ext4":
         _write_ext4(program, tree, path)
     elif kind == "erofs":
-        _run([program, "--all-root", "-E", "force-inode-extended", str(path), str(tree)], path)
+        _run(kind, [program, "--all-root", "-E", "force-inode-extended", str(path), str(tree)], path)
     else:
-        _run([program, str(tree), str(path), "-all-root", "-noappend", "-no-progress", "-quiet"], path)
+        _run(kind, [program, str(tree), str(path), "-all-root", "-noappend", "-no-progress", "-quiet"], path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fchmod(descriptor, 0o444)
@@ -123,11 +123,10 @@ def _mounts(kind: FileKind) -> str:
         try:
             write_file(tree, file, kind)
             command = [*mounting_command([(file, over)], kind), "cat", str(over / "mark")]
-            done = subprocess.run(command, capture_output=True, timeout=_PROBE_S, check=False, stdin=subprocess.DEVNULL)
-        except (SandboxUnavailableError, OSError, subprocess.TimeoutExpired) as error:
+            done = run_program("mounting", command, within_s=_PROBE_S)
+        except (SandboxUnavailableError, OSError) as error:
             return str(error)
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return "" if done.stdout == b"seen" else (said[-1] if said else f"mounting it ended with {done.returncode}")
+        return "" if done.output == b"seen" else done.said
 
 
 def _write_ext4(program: str, tree: Path, path: Path) -> None:
@@ -148,19 +147,18 @@ def _write_ext4(program: str, tree: Path, path: Path) -> None:
     for attempt in range(_TRIES):
         path.unlink(missing_ok=True)
         try:
-            _run([*command, f"{(size << attempt) // _BLOCK_BYTES}"], path)
-        except SandboxUnavailableError:
-            if attempt == _TRIES - 1:
+            _run("ext4", [*command, f"{(size << attempt) // _BLOCK_BYTES}"], path)
+        except SandboxUnavailableError as error:
+            if attempt == _TRIES - 1 or isinstance(error, HangsError):
                 raise
         else:
             return
 
 
-def _run(command: Sequence[str], path: Path) -> None:
-    done = subprocess.run(command, capture_output=True, timeout=_MAKE_S, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode != 0 or not path.exists():
-        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
+def _run(kind: FileKind, command: Sequence[str], path: Path) -> None:
+    name = _PROGRAMS[kind][0]
+    done = run_program(name, command, within_s=_MAKE_S)
+    if done.code != 0 or not path.exists():
         raise SandboxUnavailableError(
-            f"sandbox: {Path(command[0]).name} failed on a layer: {said[-1] if said else 'it said nothing'}. Make room,"
-            " or look at the program"
+            f"sandbox: {name} failed on a layer: {done.said}. Make room, or look at the program"
         )

@@ -8,11 +8,12 @@ however it ends; so nothing of them is ever left. Only root may do this.
 
 import json
 import os
-import subprocess
 import sys
 
 from rollforward.sandbox.inside import system
+from rollforward.sandbox.programs import run_program
 
+_MOUNT_S = 30.0
 _FLAGS = system.MS_RDONLY | system.MS_NOSUID | system.MS_NODEV
 
 
@@ -27,7 +28,9 @@ def main() -> None:
         except OSError:
             # A kernel that cannot mount the file as it is mounts it by a loop device, which goes with the mount.
             command = ["mount", "-t", kind, "-o", "loop,ro,nosuid,nodev", file, directory]
-            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+            done = run_program("mount", command, within_s=_MOUNT_S)
+            if done.code:
+                sys.exit(f"mount: {done.said}")
     os.execvp(sys.argv[2], sys.argv[2:])
 
 

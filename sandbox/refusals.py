@@ -9,10 +9,17 @@ from rollforward.sandbox.errors import SandboxUnavailableError
 
 _MAKE_ROOM: Final = "Make room: sandboxes are held in memory, and the disks of machines in the user's cache"
 _LOOK: Final = "Look at the disk, and at what the system says (dmesg)"
+_LET: Final = "Let this user have it (chmod, chown)"
 _WAYS_OUT: Final = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG), _MAKE_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _LET),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Have more files open at a time (ulimit -n), or fewer sandboxes"),
 }
+
+
+def way_out(error: OSError) -> str:
+    """What to do where the system refuses that."""
+    return _WAYS_OUT.get(error.errno or 0, _LOOK)
 
 
 @contextlib.contextmanager
@@ -29,7 +36,6 @@ def refusals(what: str) -> Generator[None]:
         yield
     except OSError as error:
         why = error.strerror or str(error) or type(error).__name__
-        way_out = _WAYS_OUT.get(error.errno or 0, _LOOK)
-        raise SandboxUnavailableError(f"sandbox: {what}: {why}. {way_out}") from None
+        raise SandboxUnavailableError(f"sandbox: {what}: {why}. {way_out(error)}") from None
     except MemoryError:
         raise SandboxUnavailableError(f"sandbox: {what}: out of memory. {_MAKE_ROOM}") from None

@@ -15,7 +15,6 @@ import functools
 import mmap
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +23,11 @@ from typing import Final, NamedTuple
 from rollforward.sandbox import qcow2
 from rollforward.sandbox.errors import SandboxUnavailableError
 from rollforward.sandbox.inside import emulator
+from rollforward.sandbox.programs import run_program
+from rollforward.sandbox.refusals import refusals
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm_cache import digest
-from rollforward.sandbox.vm_state import close_all
+from rollforward.sandbox.vm_state import closing_all
 from rollforward.sandbox.warm_template import FIRST_USER, USERS
 
 MIB: Final = 1 << 20
@@ -38,6 +39,7 @@ _SHARE_OF_TABLES: Final = 256
 _DEVICES_BYTES: Final = 64 * MIB
 _FORM: Final = 2
 """Of what is saved: another one goes on in no machine of this."""
+_VERSION_S: Final = 60.0
 _TSC_S: Final = 0.05
 _CODE_MIB: Final = 64
 """For code that is translated."""
@@ -102,7 +104,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _version(program: str, _: int) -> bytes:
-    return subprocess.run([program, "--version"], capture_output=True, check=False).stdout
+    return run_program("QEMU", [program, "--version"], within_s=_VERSION_S).output
 
 
 def find_qemu() -> str:
@@ -152,14 +154,16 @@ def tsc_khz() -> int:
 
 
 def files_as(paths: Sequence[str]) -> list[int]:
-    """Descriptors to read these files by."""
-    opened: list[int] = []
-    try:
-        opened.extend(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths)
-    except OSError as error:
-        close_all(opened)
-        raise SandboxUnavailableError(f"sandbox: {error.filename}: {error.strerror}. Make it readable") from None
-    return opened
+    """Descriptors to read these files by.
+
+    Raises:
+        SandboxUnavailableError: one cannot be opened.
+    """
+    with closing_all() as opened:
+        for path in paths:
+            with refusals(f"{path} cannot be read"):
+                opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return opened
 
 
 class Given:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.refusals import refusals
 
 CACHE: Final = Path.home() / ".cache" / "rollforward" / "vm"
 _DIGESTS: Final = "DIGESTS"
@@ -47,15 +47,11 @@ def prepared(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         SandboxUnavailableError: it cannot be kept, or `make` says why it cannot be made.
     """
     home = CACHE / f"{kind}-{key}"
-    try:
+    with refusals(f"{home} cannot be made"):
         while not (_hold(home) and _is_whole(home)):
             _make(kind, home, make)
         os.utime(home)
         _forget_unused(kind, home)
-    except OSError as error:
-        raise SandboxUnavailableError(
-            f"sandbox: {home} cannot be made: {error.strerror or error}. Make room there, or let this user write there"
-        ) from None
     return home
 
 

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Final, NamedTuple
 from rollforward.sandbox.bubblewrap import PROGRAMS as AGENT_PROGRAMS
 from rollforward.sandbox.bubblewrap import find_bubblewrap, interpreter
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.programs import run_program
 from rollforward.sandbox.vm_cache import digest, file_digest, kept_digest, prepared
 from rollforward.sandbox.vm_cpio import Entry, write_cpio
 from rollforward.sandbox.vm_kernel import Kernel
@@ -48,6 +48,7 @@ _LEFT_OUT: Final = (
 )
 _NATIVE: Final = ("-O2", "-fPIC", "-shared", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-nodefaultlibs")
 _SAID_CHARS: Final = 300
+_FORMAT_S: Final = 3600.0
 _UNCHECKED: Final = struct.pack("<IQ", 1, 0)
 _ROOM: Final = 1.08
 _SPARE_BYTES: Final = 4 << 20
@@ -124,9 +125,9 @@ def build_native() -> Path:
                 "sandbox: virtual machines need g++, which is not there. Install it (Debian: apt-get install g++)"
             )
         command = [compiler, *_NATIVE, str(source), "-lc", "-o", str(scratch / "native.so")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SandboxUnavailableError(f"sandbox: {source} cannot be compiled: {done.stderr.strip()[:_SAID_CHARS]}")
+        done = run_program("g++", command)
+        if done.code:
+            raise SandboxUnavailableError(f"sandbox: {source} cannot be compiled: {done.errors[:_SAID_CHARS]}")
 
     return prepared("native", digest(file_digest(source), _NATIVE, platform.machine()), make) / "native.so"
 
@@ -174,9 +175,9 @@ def _format(disk: Path, files: int, more: Sequence[str]) -> None:
     command += ["-O", "^has_journal,^resize_inode", "-b", str(_BLOCK_BYTES), "-I", "256", "-N", str(files)]
     command += ["-U", _UUID, "-E", f"hash_seed={_UUID},lazy_itable_init=0,nodiscard"]
     same = {"E2FSPROGS_FAKE_TIME": _TIME, "SOURCE_DATE_EPOCH": _TIME}  # of equal trees equal disks, if files allow it
-    done = subprocess.run([*command, str(disk)], capture_output=True, text=True, check=False, env=same)
-    if done.returncode:
-        raise SandboxUnavailableError(f"sandbox: mke2fs failed: {done.stderr.strip() or done.returncode}")
+    done = run_program("mke2fs", [*command, str(disk)], within_s=_FORMAT_S, env=same)
+    if done.code:
+        raise SandboxUnavailableError(f"sandbox: mke2fs failed: {done.said}")
 
 
 def _prefix() -> Path:
@@ -249,7 +250,7 @@ def _copy(path: Path, tree: Path) -> None:
 
 def _libraries(programs: list[str]) -> list[str]:
     """Shared libraries of programs, by the system's own `ldd`."""
-    said = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    said = run_program("ldd", ["ldd", *programs]).output.decode()
     found = set[str]()
     for line in said.splitlines():
         words = line.split()
@@ -269,10 +270,10 @@ def _imports() -> list[Path]:
     # Under the names that the guest knows it by: not those of this environment.
     program = AGENT_PROGRAMS.parent.parent.parent
     command = [interpreter(), "-PsSB", "-c", _NAMES + script, str(program), str(AGENT_PROGRAMS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONHASHSEED": "0"})
-    if done.returncode:
-        raise SandboxUnavailableError(f"sandbox: looking for the agent's modules failed: {done.stderr.strip()[-300:]}")
-    files, maps = json.loads(done.stdout)
+    done = run_program(command[0], command, env={"PYTHONHASHSEED": "0"})
+    if done.code:
+        raise SandboxUnavailableError(f"sandbox: looking for the agent's modules failed: {done.said[-_SAID_CHARS:]}")
+    files, maps = json.loads(done.output)
     own = str(AGENT_PROGRAMS)
     found = {os.path.realpath(file) for file in (*files, *maps) if not file.startswith(own) and os.path.isfile(file)}
     return sorted(map(Path, found))

@@ -6,13 +6,14 @@ taken out of it. A machine without apt or network is given the package as a file
 
 import re
 import shutil
-import subprocess
 import tarfile
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.programs import Done, HangsError, run_program
 from rollforward.sandbox.vm_cache import CACHE, digest, prepared
 
 PACKAGE: Final = "linux-image-cloud-amd64"
@@ -24,7 +25,6 @@ _MODULES: Final = (*(f"drivers/{name}" for name in _DRIVERS), *("lib/libcrc32c",
 """In the order in which they are to be loaded."""
 _FILE_SYSTEMS: Final = ("fs/erofs/erofs", "fs/squashfs/squashfs")
 _NAME: Final = re.compile(r"linux-image-[0-9.]+-[0-9]+-cloud-amd64")
-_FETCH_S: Final = 600.0
 
 
 class Kernel(NamedTuple):
@@ -70,9 +70,12 @@ def _fill(scratch: Path, name: str) -> None:
 
 def _take_out(package: Path, wanted: Mapping[str, str], scratch: Path) -> None:
     """Have kernel and modules of a package in a directory."""
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as unpacking:
-        assert unpacking.stdout is not None
-        with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
+    with tempfile.TemporaryFile(dir=scratch) as unpacked:
+        done = run_program("dpkg-deb", ["dpkg-deb", "--fsys-tarfile", str(package)], output=unpacked)
+        if done.code:
+            raise ValueError(done.said)
+        unpacked.seek(0)
+        with tarfile.open(fileobj=unpacked, mode="r|") as archive:
             for member in archive:
                 data = archive.extractfile(member) if member.isfile() else None
                 if data is None:
@@ -99,22 +102,22 @@ def _download(scratch: Path, name: str) -> Path:
     for tool in ("apt-get", "apt-cache"):
         if shutil.which(tool) is None:
             raise _unavailable(f"{tool} is not there", name)
-    found = _NAME.search(_said(["apt-cache", "depends", PACKAGE], scratch, name).stdout)
+    found = _NAME.search(_said(["apt-cache", "depends", PACKAGE], scratch, name).output.decode())
     if found is None:
         raise _unavailable(f"apt knows no package {PACKAGE}", name)
     got = _said(["apt-get", "download", found.group()], scratch, name)
     packages = list(scratch.glob("*.deb"))
-    if got.returncode or len(packages) != 1:
-        said = [line for line in got.stderr.splitlines() if line.startswith("E:")]
-        raise _unavailable(f"apt-get download {found.group()} failed: {said[-1] if said else got.returncode}", name)
+    if got.code or len(packages) != 1:
+        said = [line for line in got.errors.splitlines() if line.startswith("E:")]
+        raise _unavailable(f"apt-get download {found.group()} failed: {said[-1] if said else got.said}", name)
     return packages[0]
 
 
-def _said(command: list[str], where: Path, name: str) -> "subprocess.CompletedProcess[str]":
+def _said(command: list[str], where: Path, name: str) -> Done:
     try:
-        return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False, timeout=_FETCH_S)
-    except subprocess.TimeoutExpired:
-        raise _unavailable(f"{command[0]} has not come to its end within {_FETCH_S:g} s", name) from None
+        return run_program(command[0], command, cwd=where)
+    except HangsError as error:
+        raise _unavailable(str(error).removeprefix("sandbox: "), name) from None
 
 
 def _unavailable(what: str, name: str) -> SandboxUnavailableError:

@@ -203,9 +203,9 @@ def load(home: Path, memory_bytes: int) -> State:
     Raises:
         SandboxUnavailableError: it cannot be read.
     """
-    has_disk = (home / "disk").exists()
     try:
-        with closing_all() as opened:
+        with refusals(f"a kept machine in {home} cannot be read"), closing_all() as opened:
+            has_disk = (home / "disk").exists()
             for size in (memory_bytes, 0, *([0] if has_disk else [])):
                 opened.append(memory_file(size))
             state = State(*opened)
@@ -216,8 +216,8 @@ def load(home: Path, memory_bytes: int) -> State:
             if has_disk:
                 write_all(state.disk, (home / "disk").read_bytes())
             return sealed(state)
-    except (OSError, ValueError) as error:
-        raise SandboxUnavailableError(f"sandbox: a kept machine in {home} cannot be read: {error}. Remove it") from None
+    except ValueError as error:
+        raise SandboxUnavailableError(f"sandbox: a kept machine in {home} is damaged: {error}. Remove it") from None
 
 
 def packed(saved: Saved, stream: int, disk: Sequence[bytes], memory_bytes: int, max_bytes: int) -> bytes:

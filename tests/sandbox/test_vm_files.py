@@ -2,7 +2,9 @@
 missing where it cannot be had; a state keeps every byte of memory, and nobody can change it.
 """
 
+import errno
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -16,6 +18,7 @@ from rollforward.sandbox.bubblewrap import interpreter
 from rollforward.sandbox.config import Limits
 from rollforward.sandbox.errors import SandboxFileError, SandboxUnavailableError
 from rollforward.sandbox.qcow2 import empty_disk
+from rollforward.sandbox.refusals import refusals
 from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm_cpio import Entry, write_cpio
 from rollforward.sandbox.vm_image import loaded_part
@@ -282,3 +285,35 @@ def test_few_sizes_of_machines_hold_all_limits() -> None:
     assert len(sizes) < 14
     assert all(size % (64 * MIB) == 0 for size in sizes)
     assert vm.guest_bytes(SandboxSpec(limits=Limits(memory_bytes=512 * MIB, disk_bytes=64 * MIB))) >= (512 + 128) * MIB
+
+
+def test_what_keeps_a_file_from_being_opened_is_told_with_its_way_out(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache.mkdir()
+    with pytest.raises(
+        SandboxUnavailableError, match=rf"{tmp_path}/none cannot be read: No such file.*Look at the disk"
+    ):
+        vm.files_as([str(tmp_path / "file"), str(tmp_path / "none")])
+    _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = os.open("/dev/null", os.O_RDONLY)
+    os.close(first)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + 1, hard))
+    try:
+        for ask in (
+            lambda: vm.files_as([str(tmp_path / "file")] * 2),
+            lambda: vm_cache.prepared("thing", "7" * 32, lambda scratch: (scratch / "f").touch()),
+            lambda: vm_state.load(tmp_path, 1 << 20),
+        ):
+            with pytest.raises(SandboxUnavailableError, match=r"Too many open files.*ulimit -n"):
+                ask()
+            opened = os.open("/dev/null", os.O_RDONLY)
+            os.close(opened)
+            assert opened == first, "a descriptor is left open"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_file_that_this_user_may_not_read_is_to_be_had_by_chmod() -> None:
+    denied = r"a thing cannot be read: Permission denied\. Let this user"
+    with pytest.raises(SandboxUnavailableError, match=denied), refusals("a thing cannot be read"):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
