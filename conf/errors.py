@@ -2,6 +2,8 @@
 
 import errno
 import re
+import sys
+from collections.abc import Iterator
 
 __all__ = ["ConfError", "ConfigError", "RunDirError", "SubmitError", "UsageError", "user_error"]
 
@@ -41,12 +43,14 @@ _FULL = (errno.EDQUOT, errno.EFBIG, errno.ENOSPC)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DISK_ERRORS = (*_FORBIDDEN, *_FULL)
 """What a disk says that is full or may not be written: no bug of ours, and the user's to change."""
+_IN_THE_WAY = (errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENOTDIR)
+"""What stands at a path is of another kind than what is to be there, a link that leads nowhere included."""
 
 
 def user_error(error: BaseException) -> BaseException | None:
     """The error to tell without a traceback: a ValueError of some folder's errors.py or a disk that refuses, also when
     Ray wrapped it; None for anything else."""
-    for candidate in (getattr(error, "cause", None), error):
+    for candidate in _candidates(error):
         if isinstance(candidate, OSError) and candidate.errno in _DISK_ERRORS:
             return candidate
         if isinstance(candidate, ValueError) and _is_ours(candidate):
@@ -57,10 +61,26 @@ def user_error(error: BaseException) -> BaseException | None:
 def world_error(error: BaseException) -> BaseException | None:
     """Any other error of some folder's errors.py, whose message says what happened and what to do: it is told without
     a traceback too, also when Ray wrapped it. None for a bug, whose traceback says more."""
-    for candidate in (getattr(error, "cause", None), error):
-        if isinstance(candidate, BaseException) and _is_ours(candidate):
-            return candidate
-    return None
+    return next((candidate for candidate in _candidates(error) if _is_ours(candidate)), None)
+
+
+def _candidates(error: BaseException) -> Iterator[BaseException]:
+    """What Ray wrapped in an error, then the error itself."""
+    if isinstance(cause := getattr(error, "cause", None), BaseException):
+        yield cause
+    if getattr(error, "actor_init_failed", False) and (raised := _last_raised(str(error))) is not None:
+        yield raised
+    yield error
+
+
+def _last_raised(text: str) -> BaseException | None:
+    """The error of ours that the last traceback of a text ends with. Of what an actor's constructor raised, Ray keeps
+    nothing else."""
+    found = re.match(r".*^(rollforward\.\w+\.errors)\.(\w+): (.*)", text, flags=re.DOTALL | re.MULTILINE)
+    if found is None or "\n  File " in found[3]:  # of a traceback after it
+        return None
+    kind = getattr(sys.modules.get(found[1]), found[2], None)
+    return None if kind is None else kind.__new__(kind, found[3].strip())
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -77,7 +97,7 @@ def told(error: BaseException) -> str:
 
 def is_lasting(error: BaseException) -> bool:
     """Whether what a disk says stays so until somebody does something about it."""
-    return _number(error) in _DISK_ERRORS
+    return _number(error) in (*_DISK_ERRORS, *_IN_THE_WAY)
 
 
 def way_out(error: BaseException, *, room: str = "Make room there") -> str:
@@ -92,6 +112,8 @@ def way_out(error: BaseException, *, room: str = "Make room there") -> str:
         return room
     if number in _FORBIDDEN:
         return "Let this user write there, or name another place"
+    if number in _IN_THE_WAY:
+        return "Move away what stands there, or name another place"
     return "See what stands there and look at the device (dmesg), or move the run to another one"
 
 

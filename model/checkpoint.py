@@ -23,6 +23,7 @@ from rollforward.model.checkpoint_headers import (
     check_entries,
     load_checkpoint_config,
     name_some,
+    naming,
     scan_checkpoint,
 )
 from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, check_target, json_bytes
@@ -92,6 +93,13 @@ def read_stored(
     Raises:
         CheckpointError: as `iter_stored`.
     """
+    with naming(entries):
+        return _read_stored(reader, entries, spec, config)
+
+
+def _read_stored(
+    reader: TensorReader, entries: Mapping[str, StoredEntry], spec: TensorSpec, config: ModelConfig
+) -> PackedTensor:
     tensor_format = FORMAT_OF_DTYPE[entries[spec.name].dtype]
     scale = None
     if tensor_format in ("mxfp4", "fp8"):

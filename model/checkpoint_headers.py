@@ -9,7 +9,8 @@ spellings of names (`spellings.py`), names and shapes (`shapes.py`).
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
@@ -103,7 +104,7 @@ def scan_checkpoint(directory: Path) -> dict[str, StoredEntry]:
         for name, entry in read_header(file).items():
             if name in entries:
                 raise CheckpointError(
-                    f"{name} lies in both {entries[name].file.name} and {file.name}; "
+                    f"{name} lies in both {entries[name].file.name} and {file.name} of {directory}; "
                     "a tensor belongs to one shard. Remove the stale file."
                 )
             entries[name] = entry
@@ -111,7 +112,7 @@ def scan_checkpoint(directory: Path) -> dict[str, StoredEntry]:
         for name, file_name in listed.items():
             if name not in entries or entries[name].file.name != file_name:
                 raise CheckpointError(
-                    f"{name} is not in {file_name}, where {INDEX_NAME} puts it. Fetch that shard again."
+                    f"{name} is not in {directory / file_name}, where {INDEX_NAME} puts it. Fetch that shard again."
                 )
         unlisted = [name for name in entries if name not in listed]
         if unlisted:
@@ -128,8 +129,8 @@ def _official(spelled: Mapping[str, StoredEntry]) -> dict[str, StoredEntry]:
         for official, part in _official_parts(name, entry):
             if official in entries:
                 raise CheckpointError(
-                    f"{official} stands there twice, as {entries[official].spelling} and as {name}; which of them holds"
-                    " the weights cannot be told. Remove one."
+                    f"{part.file.parent}: {official} stands there twice, as {entries[official].spelling} and as"
+                    f" {name}; which of them holds the weights cannot be told. Remove one."
                 )
             entries[official] = part
     return entries
@@ -164,6 +165,22 @@ def _read_index(file: Path) -> dict[str, str]:
     return weight_map
 
 
+@contextmanager
+def naming(entries: Mapping[str, StoredEntry]) -> Generator[None]:
+    """Put the folder that entries are from before what turns out to be wrong with it.
+
+    Raises:
+        CheckpointError, ConfigError: in place of one that does not name the folder.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        folder = next((entry.file.parent for entry in entries.values()), None)
+        if folder is None or str(folder) in str(error):
+            raise
+        raise type(error)(f"{folder}: {error}") from error
+
+
 def check_entries(entries: Mapping[str, StoredEntry], config: ModelConfig) -> None:
     """Compare headers with the model's shape table.
 
@@ -176,6 +193,11 @@ def check_entries(entries: Mapping[str, StoredEntry], config: ModelConfig) -> No
         CheckpointError: unknown names (with the nearest valid one), missing tensors, a wrong shape or dtype, a
             quantised weight without its scale, a scale without a quantised weight.
     """
+    with naming(entries):
+        _check_entries(entries, config)
+
+
+def _check_entries(entries: Mapping[str, StoredEntry], config: ModelConfig) -> None:
     _refuse_variants(entries)
     missing: list[str] = []
     known: set[str] = set()
@@ -219,7 +241,9 @@ def load_checkpoint_config(directory: Path, *, is_announced: bool = True) -> Mod
     config = load_model_config(directory)
     if not any(directory.glob("*.safetensors")):
         return config
-    corrected, notes = corrected_config(scan_checkpoint(directory), config)
+    entries = scan_checkpoint(directory)
+    with naming(entries):
+        corrected, notes = corrected_config(entries, config)
     if is_announced:
         for note in notes:
             console.say(f"{directory / 'config.json'}: {note}")

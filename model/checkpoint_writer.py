@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from rollforward.conf.errors import way_out
 from rollforward.model.checkpoint_headers import INDEX_NAME
 from rollforward.model.errors import CheckpointError
 from rollforward.model.safetensors_stream import ShardFile, sync_path
@@ -138,7 +139,7 @@ class CheckpointWriter:
         return f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
 
     def _refused(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._directory} cannot be written: {error}. Check the disk; nothing was published.")
+        return CheckpointError(f"{self._directory} cannot be written: {error}. {way_out(error)}; nothing was published")
 
 
 def check_target(directory: Path) -> None:

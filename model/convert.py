@@ -21,7 +21,13 @@ import torch
 from rollforward.conf import console
 from rollforward.kernels.errors import NonFiniteError
 from rollforward.model.checkpoint import read_stored, write_stored
-from rollforward.model.checkpoint_headers import FORMAT_OF_DTYPE, check_entries, corrected_config, scan_checkpoint
+from rollforward.model.checkpoint_headers import (
+    FORMAT_OF_DTYPE,
+    check_entries,
+    corrected_config,
+    naming,
+    scan_checkpoint,
+)
 from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, check_target, json_bytes
 from rollforward.model.config import ModelConfig, config_json
 from rollforward.model.config_transformers import load_spelled_config, transformers_config
@@ -167,7 +173,8 @@ def convert_checkpoint(
     """
     check_target(target)
     entries = scan_checkpoint(source)
-    config, notes = _source_config(source, entries)
+    with naming(entries):
+        config, notes = _source_config(source, entries)
     check_entries(entries, config)
     with TensorReader() as reader:
         converter = _Converter(reader, entries, config, layout)

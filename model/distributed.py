@@ -1,5 +1,7 @@
 """Joining the process group of the learner's ranks."""
 
+import os
+import socket
 import sys
 import uuid
 import weakref
@@ -45,8 +47,15 @@ def join_group(rendezvous: Path, *, rank: int, num_ranks: int, timeout_s: float 
 
     Raises:
         RankLostError: not all ranks joined in time.
-        TrainerError: the timeout is too short to be one.
+        TrainerError: the timeout is too short to be one, or the rank's machine cannot write into the folder.
     """
+    folder = rendezvous.resolve().parent
+    if not os.access(folder, os.W_OK):  # where gloo says it of the group
+        what = "it may only read" if folder.is_dir() else "there is no such folder"
+        raise TrainerError(
+            f"rank {rank} of the learner cannot write into {folder} on {socket.gethostname()}, where {what}; every rank"
+            " must. Choose a run_dir in a file system that all nodes share and this user may write"
+        )
     if timeout_s < 0.001:  # gloo counts milliseconds, and takes none for no limit
         raise TrainerError(f"timeout_s is {timeout_s}; ranks wait for each other for 0.001 s at least. Leave it out")
     excepthook = sys.excepthook

@@ -11,7 +11,7 @@ import ray
 from rollforward.model.backends import choose_kernels
 from rollforward.model.distributed import OPERATION_TIMEOUT_S, join_group
 from rollforward.model.metrics import Metric, merge_metrics
-from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy, check_policy
+from rollforward.rl.learner import Learner, PolicySettings, TrainedPolicy, check_model_dir, check_policy
 from rollforward.rl.packing import MicroBatchPlan
 from rollforward.rl.placement import Patience, Ranks
 from rollforward.rollout.replica import Beat
@@ -74,6 +74,7 @@ def _joined(
     settings: PolicySettings,
 ) -> TrainedPolicy:
     choose_kernels(settings.kernels, name)
+    check_model_dir(settings.model_dir, name)
     check(settings, name)
     join()
     return build_learner(settings)

@@ -4,6 +4,7 @@ Here: the machine that an actor wraps, one rank. Not here: Ray (actors.py), the 
 (losses/), batches (batch.py).
 """
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollforward.model.transformer import Model
 from rollforward.rl.algorithms import Algorithm
 from rollforward.rl.batch import PackedBatch
 from rollforward.rl.conversations import PackedConversations
+from rollforward.rl.errors import ModelDirectoryError
 from rollforward.rl.losses.base import loss_inputs
 from rollforward.rl.losses.registry import policy_loss
 from rollforward.rl.packing import MicroBatchPlan
@@ -94,6 +96,23 @@ class LearnerSettings(PolicySettings, frozen=True, kw_only=True):
 
     algorithm: Algorithm
     """Loss and its constants."""
+
+
+def check_model_dir(model_dir: str, name: str) -> None:
+    """Refuse a model directory that the machine of a rank does not see.
+
+    Args:
+        model_dir: of the run. name: the rank's, for an error.
+
+    Raises:
+        ModelDirectoryError: names the machine.
+    """
+    needed = Path(model_dir) / TOKENIZER_NAME
+    if not needed.is_file():
+        raise ModelDirectoryError(
+            f"{name} finds no {needed} on {socket.gethostname()}; every node must see all of model_dir. Put it into a"
+            " file system that they share, or to the same place on each"
+        )
 
 
 def check_policy(settings: PolicySettings, name: str) -> None:

@@ -4,6 +4,7 @@ Not here: replicas (rollout/placement.py), which are replaced, and what an actor
 """
 
 import os
+import re
 import socket
 import tempfile
 import time
@@ -101,7 +102,39 @@ def _join(address: str, quiet: Mapping[str, Any]) -> None:
             environment["py_modules"] = [str(build_wheel(source_root(), Path(directory)))]
         except SubmitError as error:
             console.say(f"the nodes of {address} work with the code that is installed there: {first_line(error)}")
-        ray.init(found, runtime_env=environment, **quiet)
+        try:
+            ray.init(found, runtime_env=environment, **quiet)
+        except (ConnectionError, RuntimeError) as error:  # Ray has no class for what keeps versions or tokens apart
+            raise ClusterError(
+                f"cluster.address is {address}, where a Ray cluster answers that cannot be joined: {_reason(error)}. It"
+                " takes the same versions of Ray and Python here and there, and the token of the machine that started"
+                " it (~/.ray/auth_token)"
+            ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says last, in a line; a traceback may be part of its text."""
+    text = str(error.__cause__ or error)
+    said = _last_line(text) if "Traceback" in text else " ".join(text.split())
+    return said.partition(" Ensure that")[0].rstrip(".")
+
+
+def lacking_code(error: RayActorError) -> ClusterError | None:
+    """Return what to say of an actor whose class a node could not import; None where it was something else."""
+    text = str(error)
+    found = re.search(r"actor with name (\w+) failed to import", text)
+    if found is None:
+        return None
+    where = re.search(r"\bip=([\w.:]+)", text)
+    return ClusterError(
+        f"the Python of node {where[1] if where else 'of unknown address'} cannot make a {found[1]}:"
+        f" {_last_line(text)}. Every node needs the packages that rollforward depends on, in the versions of this"
+        " machine: install them there"
+    )
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
 
 
 @dataclass(frozen=True)

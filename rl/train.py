@@ -29,7 +29,7 @@ from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.judge.seats import JudgeModel, Judges
 from rollforward.rl.learner import LearnerSettings
-from rollforward.rl.placement import Patience, join_cluster
+from rollforward.rl.placement import Patience, join_cluster, lacking_code
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.sandboxes import agent_settings, pool_stats, with_agents
 from rollforward.rl.setup import Parts, check_kernels, check_learner, load_parts
@@ -136,11 +136,14 @@ def losses_named() -> Generator[None]:
 
     Raises:
         LostProcessError: in place of Ray's error; one from a constructor is left as it is, since it holds the cause.
+        ClusterError: a node cannot import the code.
     """
     try:
         yield
     except RayActorError as error:
         if error.actor_init_failed:
+            if (lacking := lacking_code(error)) is not None:
+                raise lacking from error
             raise
         facts = dict(re.findall(r"^\s*(class_name|pid|ip): ([\w.:]+)$", str(error), flags=re.MULTILINE))
         if "node has died" in str(error):

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rollforward.conf.errors import way_out
 from rollforward.model.checkpoint import iter_stored, read_packed
 from rollforward.model.checkpoint_headers import FORMAT_OF_DTYPE, check_entries, scan_checkpoint
 from rollforward.model.checkpoint_writer import MAX_SHARD_BYTES, CheckpointWriter, json_bytes
@@ -199,7 +200,9 @@ def publish_weights(
         _remove(sorted(path for path in root.glob("v*") if path.name < target.name)[:-1])
         _remove([target] if target.exists() else [])
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}. Check the disk; nothing was published.") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {error}. {way_out(error)}; nothing was published"
+        ) from error
     specs = [with_format(spec, source.formats[spec.name]) for spec in param_specs(config)]
     groups = [stored_form(part) for spec in specs for part in unstacked(spec)]
     with CheckpointWriter(target, groups, max_shard_bytes=max_shard_bytes) as writer:

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -466,4 +467,28 @@ def test_what_cannot_be_joined_is_said_at_once(model_dir: Path, tmp_path: Path, 
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2, done.stderr[-3000:]
     assert re.search(message, done.stderr), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("before", "environment", "message"),
+    [
+        pytest.param("import ray; ray.__version__ = '1.2.3'", {}, r"Version mismatch: .*Ray: 1\.2\.3", id="version"),
+        # Ray looks for half a minute whether somebody takes it.
+        pytest.param("", {"RAY_AUTH_TOKEN": "0" * 64}, "Authentication token is", id="token", marks=pytest.mark.slow),
+    ],
+)
+def test_a_cluster_that_does_not_take_this_process_says_why_in_a_line(
+    nodes: Nodes, model_dir: Path, tmp_path: Path, before: str, environment: dict[str, str], message: str
+) -> None:
+    settings = (f"run_dir={tmp_path / 'run'}", f"model_dir={model_dir}", f"cluster.address={nodes.address}", *SETTINGS)
+    code = f"{before}\nimport sys; from rollforward.conf import cli; sys.exit(cli.main(['train', *sys.argv[1:]]))"
+    words = [sys.executable, "-c", code, *settings]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment)
+    assert done.returncode == 2, done.stderr[-3000:]
+    said = (
+        rf"^error: cluster\.address is {nodes.address}, where .* cannot be joined: .*{message}.* same versions of Ray"
+    )
+    assert re.search(said, done.stderr, flags=re.MULTILINE), done.stderr[-3000:]
     assert "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 What it does not prove: that the values make a model (tests/parity).
 """
 
+import errno
 import json
 import os
 import random
@@ -208,11 +209,14 @@ E8M0 = torch.float8_e8m0fnu
         (_set(TID2EID, torch.tensor([[0, -1]] * 16)), "ids from -1"),
     ],
 )
-def test_every_fault_names_the_tensor(
+def test_every_fault_names_the_tensor_and_the_folder(
     editable: Any, change: Callable[[dict[str, torch.Tensor]], Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(editable(change))
+    folder = editable(change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_checkpoint(folder)
+    assert str(caught.value).startswith(f"{folder}: ")
+    assert str(caught.value).count(str(folder)) == 1
 
 
 def test_mixed_expert_formats_are_refused(editable: Any) -> None:
@@ -233,8 +237,9 @@ def test_mixed_expert_formats_are_refused(editable: Any) -> None:
     ],
 )
 def test_relatives_are_refused_by_their_tensors(editable: Any, name: str, reason: str) -> None:
-    with pytest.raises(UnsupportedVariantError, match=reason):
-        read_checkpoint(editable(_set(name, torch.zeros(1))))
+    folder = editable(_set(name, torch.zeros(1)))
+    with pytest.raises(UnsupportedVariantError, match=rf"^{folder}: {name}.*{reason}"):
+        read_checkpoint(folder)
 
 
 def _copy(published: Path, target: Path) -> Path:
@@ -255,9 +260,9 @@ def test_index_and_shards_must_agree(published: Path, tmp_path: Path) -> None:
     read_with(weight_map)
     moved = next(name for name, file in weight_map.items() if file == first)
     for broken, message in (
-        ({**weight_map, moved: second}, f"{moved} is not in {second}"),
+        ({**weight_map, moved: second}, f"{moved} is not in {folder}/{second}"),
         ({name: file for name, file in weight_map.items() if name != moved}, f"{moved}.* not in {INDEX_NAME}"),
-        ({**weight_map, "ghost": first}, f"ghost is not in {first}"),
+        ({**weight_map, "ghost": first}, f"ghost is not in {folder}/{first}"),
         ({**weight_map, moved: "absent.safetensors"}, r"absent\.safetensors is damaged or absent"),
         ({**weight_map, moved: "../" + first}, "no shard name"),
         ({**weight_map, moved: 3}, "no shard name"),
@@ -267,7 +272,7 @@ def test_index_and_shards_must_agree(published: Path, tmp_path: Path) -> None:
             read_with(broken)
     duplicate = load_file(folder / second) | {moved: load_file(folder / first)[moved]}
     save_file(duplicate, folder / second)
-    with pytest.raises(CheckpointError, match=f"{moved} lies in both {first} and {second}"):
+    with pytest.raises(CheckpointError, match=f"{moved} lies in both {first} and {second} of {folder}"):
         read_with(weight_map)
     for contents in (b"", b"[]", b"{}", b"\xff", b"[" * 100_000):
         (folder / INDEX_NAME).write_bytes(contents)
@@ -390,19 +395,28 @@ def test_wrong_tensors_are_refused_before_anything_is_written(masters: dict[str,
         assert not target.exists()
 
 
-def test_a_failing_disk_publishes_nothing(
-    masters: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "Make room there"),
+        (errno.EROFS, "Let this user write there, or name another place"),
+        (errno.EIO, "See what stands there and look at the device"),
+    ],
+)
+def test_a_failing_disk_publishes_nothing_and_is_told_with_what_to_do(
+    masters: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, way_out: str
 ) -> None:
     calls: list[int] = []
 
     def failing_fsync(descriptor: int) -> None:
         calls.append(descriptor)
         if len(calls) == 3:
-            raise OSError(28, os.strerror(28))
+            raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", failing_fsync)
     target = tmp_path / "target"
-    with pytest.raises(CheckpointError, match="nothing was published"):
+    said = rf"cannot be written: \[Errno {number}\] .*\. {way_out}.*; nothing was published$"
+    with pytest.raises(CheckpointError, match=said):
         write_checkpoint(target, CONFIG, masters, max_shard_bytes=60_000)
     assert list(tmp_path.iterdir()) == [], "a full disk is not kept full"
 

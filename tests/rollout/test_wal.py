@@ -324,6 +324,14 @@ def test_a_directory_keeps_its_stream(tmp_path: Path) -> None:
     start(tmp_path)[0].close()
 
 
+def test_a_link_that_leads_nowhere_is_refused_for_good(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(
+        errors.WalRefusedError, match=r"it was not opened.*Move away what stands there, or name another"
+    ):
+        open_log(tmp_path / "link", stream="engine-0", config=PROCESS)
+
+
 @pytest.mark.parametrize("is_preallocated", [True, False])
 def test_a_failed_sync_is_final_and_never_tried_again(tmp_path: Path, is_preallocated: bool) -> None:
     calls: list[int] = []

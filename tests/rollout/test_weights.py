@@ -107,7 +107,10 @@ def test_bytes_that_are_not_canonical_have_the_fingerprints_of_their_values(tmp_
 def test_where_no_version_can_be_written_that_is_said(tmp_path: Path) -> None:
     config = tiny_config()
     (tmp_path / "a-file").touch()
-    with pytest.raises(CheckpointError, match=r"v000001 cannot be written: .*Not a directory.*nothing was"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"v000001 cannot be written: .*Not a directory.*\. Move away what stands there.*nothing was",
+    ):
         publish_weights(tmp_path / "a-file" / "weights", 1, config, packed_params(config, seed=1))
 
 
