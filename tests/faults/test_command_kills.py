@@ -241,7 +241,7 @@ def test_a_carrier_that_is_away_for_a_while_is_waited_for(home: Home, tmp_path: 
             while (found := lives.step())["step"] != "closed":
                 if found == {"step": "asking", "key": "t2c0"}:
                     carrier.kill()
-                    time.sleep(1.2)
+                    time.sleep(3.0)
                     carrier.start()
             assert found["asked_again"] >= 1
             assert lives.step() == {"step": "gone", "code": 0}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
 import signal
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
@@ -86,7 +87,7 @@ def spec_in(folder: Path) -> SandboxSpec:
 @contextlib.contextmanager
 def supervised(config: ContainerConfig = CONFIG) -> Generator[Home]:
     """A supervisor that ends with the block, and everything that it holds with it."""
-    name = supervisor_id("trajectories", os.getpid(), next(_numbers))
+    name = supervisor_id("trajectories", secrets.token_hex(8))
     home = Home.of(name)
 
     async def start() -> None:
@@ -107,7 +108,7 @@ def end(home: Home, number: signal.Signals) -> None:
     if holder is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(holder, number)
-    wait_for(lambda: not home.path.exists(), 30)
+    wait_for(lambda: not home.path.exists())
 
 
 class Trajectory:

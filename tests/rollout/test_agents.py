@@ -7,6 +7,7 @@ What runs twice shows: every call appends to a file that the next one counts (te
 
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tests.helpers.crashes import CrashError, crash_at
 @pytest.fixture(scope="module")
 def supervisor() -> Generator[str]:
     """Name of a supervisor's home in a directory of its own; the supervisor ends with the tests."""
-    name = "00000000000a6e27"
+    name = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="rf-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)

@@ -378,7 +378,7 @@ def test_fork_pause_and_restore_of_the_client(home: Home, tmp_path: Path, trajec
         sandbox = await client.create(f"{trajectory.id}-x", trajectory.spec)
         await sandbox.upload({"effects": b"m0\n"})
         fork = await sandbox.fork(f"{trajectory.id}-y", max_bytes=MAX_BYTES)
-        running = asyncio.create_task(sandbox.call(mark("m1", before_s=0.5)))
+        running = asyncio.create_task(sandbox.call(mark("m1", before_s=3.0)))
         await asyncio.sleep(0.2)
         for ask in (sandbox.pause, lambda: sandbox.snapshot(max_bytes=MAX_BYTES)):
             with pytest.raises(Exception, match="between two commands"):

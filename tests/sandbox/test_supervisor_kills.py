@@ -129,7 +129,7 @@ async def test_what_nobody_cleaned_up_is_cleaned_up_by_the_next_one(
         os.kill(stage.supervisor(), signal.SIGKILL)
     wait_for(lambda: not stage.alive())
     assert groups(stage.name)  # so there is something to do
-    other = Stage(stage.folder, monkeypatch, supervisor_id("other"))
+    other = Stage(stage.folder, monkeypatch, supervisor_id(str(stage.folder), "other"))
     await other.up()
     assert stage.left() == []
     other.look()
