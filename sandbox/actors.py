@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from rollforward.sandbox import wire
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.launch import LocalTransport
 
@@ -28,6 +29,6 @@ class SandboxActor:
         """See ``LocalTransport.start``."""
         return await self._transport.start()
 
-    async def ask(self, operation: str, payload: bytes) -> bytes:
+    async def ask(self, operation: str, payload: wire.Data) -> wire.Data:
         """See ``LocalTransport.ask``."""
         return await self._transport.ask(operation, payload)

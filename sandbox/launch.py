@@ -66,7 +66,7 @@ class LocalTransport:
             self._socket, missing = await _find_or_start(Home.of(self._name), self._config)
             return missing
 
-    async def ask(self, operation: str, payload: bytes) -> bytes:
+    async def ask(self, operation: str, payload: wire.Data) -> wire.Data:
         """See `Transport`."""
         try:
             connected = await self._connected()

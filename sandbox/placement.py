@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollforward.sandbox import wire
 from rollforward.sandbox.actors import SandboxActor
 from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import SandboxConnectionError, SandboxError, SandboxUnavailableError
@@ -42,7 +43,7 @@ class ActorTransport:
         """Keep the actor's handle."""
         self._actor = actor
 
-    async def ask(self, operation: str, payload: bytes) -> bytes:
+    async def ask(self, operation: str, payload: wire.Data) -> wire.Data:
         """See `Transport`."""
         try:
             return await self._actor.ask.remote(operation, payload)

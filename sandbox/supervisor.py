@@ -116,7 +116,8 @@ class Service:
         try:
             self._report = await self._substrate.start()
             self._report.check(self._config.trusted_code)
-            server = await asyncio.start_unix_server(self._connected, sock=_listen(self._home.socket))
+            listener = _listen(self._home.socket)
+            server = await asyncio.start_unix_server(self._connected, sock=listener, limit=wire.PART_BYTES)
             ready()
             await self._look_after()
             # From here on whoever comes finds nobody, starts a successor, and that waits for the lock.
@@ -151,12 +152,16 @@ class Service:
         assert task is not None
         self._connections.add(task)
         waiting: set[asyncio.Task[None]] = set()
+        frames = wire.FrameWriter(writer)
+
+        def begin(named: list[Any], payload: wire.Data) -> None:
+            answering = asyncio.create_task(self._answer(frames, named, payload))
+            waiting.add(answering)
+            answering.add_done_callback(waiting.discard)
+
         try:
             while True:
-                number, operation, payload = wire.decode(await wire.read_frame(reader), tuple[int, str, bytes])
-                answering = asyncio.create_task(self._answer(writer, number, operation, payload))
-                waiting.add(answering)
-                answering.add_done_callback(waiting.discard)
+                begin(*await wire.read_frame(reader, tuple[int, str, memoryview]))
         except (OSError, EOFError, SandboxConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -165,20 +170,24 @@ class Service:
                 answering.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             self._connections.discard(task)
-            writer.close()
+            frames.close()
 
-    async def _answer(self, writer: asyncio.StreamWriter, number: int, operation: str, payload: bytes) -> None:
+    async def _answer(self, frames: wire.FrameWriter, named: list[Any], payload: wire.Data) -> None:
+        number, operation = named
         try:
             if operation not in self._operations:
                 raise SandboxConnectionError(f"a sandbox supervisor has no operation {operation!r}; it is older")
             kind, serve = self._operations[operation]
-            answer = wire.answer(await serve(wire.decode(payload, kind)))
-            message = wire.frame(number, answer)
+            question = wire.decode(payload, kind)
+            del payload  # it may be long, and whoever serves may take long
+            answer = wire.answer(await serve(question))
         except Exception as error:  # noqa: BLE001, whatever it is, the client is told
-            message = wire.frame(number, wire.refusal(error))
+            answer = wire.refusal(error)
         with contextlib.suppress(OSError):
-            writer.write(message)
-            await writer.drain()
+            try:
+                await frames.write(number, data=answer)
+            except SandboxConnectionError as error:  # it is too long
+                await frames.write(number, data=wire.refusal(error))
 
     async def _configure(self, question: wire.Configure) -> tuple[str, ...]:
         self._report.check(question.config.trusted_code)
@@ -351,7 +360,7 @@ def _supervise(home: Home, config: ContainerConfig, ready: int) -> None:
         raise
 
 
-def _tell(starter: int, outcome: bytes) -> None:
+def _tell(starter: int, outcome: wire.Data) -> None:
     """Tell whoever started this, unless it was killed: others may wait for the supervisor too."""
     with contextlib.suppress(BrokenPipeError):
         os.write(starter, outcome)

@@ -16,7 +16,7 @@ from rollforward.sandbox.errors import SandboxConnectionError
 class Transport(Protocol):
     """Carries a question to one supervisor and its answer back. It can be pickled; it serves one event loop."""
 
-    async def ask(self, operation: str, payload: bytes) -> bytes:
+    async def ask(self, operation: str, payload: wire.Data) -> wire.Data:
         """Returns the answer (see `wire`).
 
         Raises:
@@ -41,7 +41,7 @@ class SocketTransport:
     def __reduce__(self) -> tuple[type["SocketTransport"], tuple[Path]]:
         return SocketTransport, (self._path,)
 
-    async def ask(self, operation: str, payload: bytes) -> bytes:
+    async def ask(self, operation: str, payload: wire.Data) -> wire.Data:
         """See `Transport`."""
         async with self._connecting:
             if self._connection is None or self._connection.is_lost:
@@ -60,8 +60,8 @@ class _Connection:
     """One connection, from its making to its loss."""
 
     def __init__(self, path: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._path, self._reader, self._writer = path, reader, writer
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._path, self._reader, self._frames = path, reader, wire.FrameWriter(writer)
+        self._waiting: dict[int, asyncio.Future[wire.Data]] = {}
         self._number = 0
         self.is_lost = False
         self._reading = asyncio.create_task(self._read())
@@ -70,24 +70,22 @@ class _Connection:
     async def open(cls, path: Path) -> "_Connection":
         try:
             with wire.short_path(path) as short:
-                reader, writer = await asyncio.open_unix_connection(short)
+                reader, writer = await asyncio.open_unix_connection(short, limit=wire.PART_BYTES)
         except OSError as error:
             raise SandboxConnectionError(
                 f"no sandbox supervisor answers at {path} ({error.strerror}); start one, or ask its actor"
             ) from None
         return cls(path, reader, writer)
 
-    async def ask(self, operation: str, payload: bytes) -> bytes:
+    async def ask(self, operation: str, payload: wire.Data) -> wire.Data:
         self._number += 1
         number, answer = self._number, asyncio.get_running_loop().create_future()
-        message = wire.frame(number, operation, payload)
         self._waiting[number] = answer
         try:
             if self.is_lost:
                 raise self._loss()
-            self._writer.write(message)
             with contextlib.suppress(OSError):  # the reader finds the loss too, and tells everybody
-                await self._writer.drain()
+                await self._frames.write(number, operation, data=payload)
             return await answer
         finally:
             self._waiting.pop(number, None)
@@ -99,9 +97,7 @@ class _Connection:
     async def _read(self) -> None:
         try:
             while True:
-                number, answer = wire.decode(await wire.read_frame(self._reader), tuple[int, bytes])
-                if (waiting := self._waiting.get(number)) is not None and not waiting.done():
-                    waiting.set_result(answer)
+                self._heard(*await wire.read_frame(self._reader, tuple[int, memoryview]))
         except (OSError, EOFError, SandboxConnectionError):
             pass
         finally:
@@ -109,7 +105,11 @@ class _Connection:
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(self._loss())
-            self._writer.close()
+            self._frames.close()
+
+    def _heard(self, named: list[int], answer: wire.Data) -> None:
+        if (waiting := self._waiting.get(named[0])) is not None and not waiting.done():
+            waiting.set_result(answer)
 
     def _loss(self) -> SandboxConnectionError:
         return SandboxConnectionError(

@@ -7,6 +7,9 @@
 Payloads and results are opaque to whoever carries them (a socket, a Ray actor). Texts that a model wrote may hold half
 characters, and numbers more than 64 bits, which msgpack has not: arguments travel as JSON in ASCII, command lines and
 paths as bytes, from which the same text is made again.
+
+They may be long: a snapshot of a machine has hundreds of MiB. So a payload is encoded once, its frame is written and
+read in parts, and what is read is decoded where it lies.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ import struct
 from collections.abc import Generator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -36,6 +39,9 @@ from rollforward.sandbox.types import Call, CallResult, ExecRequest, ExecResult,
 MAX_FRAME_BYTES: Final = 1 << 30
 """Longest frame; a length beyond it is no frame of ours."""
 
+PART_BYTES: Final = 1 << 20
+"""A frame is written, and read, in parts of so many bytes."""
+
 READY: Final = b"ready"
 """What a supervisor says to whoever started it when it answers."""
 TAKEN: Final = b"taken"
@@ -43,9 +49,16 @@ TAKEN: Final = b"taken"
 
 _IDENTITY: Final = re.compile(r"[a-z0-9-]{1,64}")
 _LENGTH: Final = struct.Struct("<I")
+_BYTES: Final = struct.Struct(">BI")
+_BYTES_FOLLOW: Final = 0xC6
+"""Of msgpack, and so many (32 bits)."""
+_NO_BYTES: Final = msgspec.msgpack.encode(b"")
 _RESULT, _REFUSAL = b"\0", b"\1"
 
+Data: TypeAlias = bytes | bytearray
+
 _T = TypeVar("_T")
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class Operation(StrEnum):
@@ -229,10 +242,10 @@ def check_identity(sandbox_id: str) -> None:
 
 def encode(value: object) -> bytes:
     """Bytes of a payload or a result. Half characters in texts for people become `?`."""
-    return msgspec.msgpack.encode(_whole(value) if isinstance(value, ExecResult | CallResult) else value)
+    return msgspec.msgpack.encode(_whole(value))
 
 
-def decode(data: bytes, kind: type[_T]) -> _T:
+def decode(data: Data | memoryview, kind: type[_T]) -> _T:
     """A payload or a result.
 
     Raises:
@@ -247,12 +260,12 @@ def decode(data: bytes, kind: type[_T]) -> _T:
         ) from None
 
 
-def answer(result: object) -> bytes:
+def answer(result: object) -> bytearray:
     """An answer that holds a result."""
-    return _RESULT + encode(result)
+    return _after(_RESULT, result)
 
 
-def refusal(error: Exception) -> bytes:
+def refusal(error: Exception) -> bytearray:
     """An answer that holds an error, as the nearest of its kinds that everybody knows; what is no SandboxError becomes
     one of the connection."""
     known = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
@@ -261,18 +274,18 @@ def refusal(error: Exception) -> bytes:
         str(error) if isinstance(error, SandboxError) else f"the supervisor failed: {type(error).__name__}: {error}"
     )
     cause = error.cause if isinstance(error, SandboxGoneError) else None
-    return _REFUSAL + encode(Refusal(kind=kind, message=_shown(message), cause=cause))
+    return _after(_REFUSAL, Refusal(kind=kind, message=_shown(message), cause=cause))
 
 
-def result(data: bytes, kind: type[_T]) -> _T:
+def result(data: Data, kind: type[_T]) -> _T:
     """The result that an answer holds.
 
     Raises:
         SandboxError: the one that it holds instead, with its type.
     """
     if data[:1] == _RESULT:
-        return decode(data[1:], kind)
-    refused = decode(data[1:], Refusal)
+        return decode(memoryview(data)[1:], kind)
+    refused = decode(memoryview(data)[1:], Refusal)
     error = getattr(errors, refused.kind, SandboxConnectionError)
     if error is SandboxGoneError:
         raise SandboxGoneError(refused.message, refused.cause or GoneCause.LOST)
@@ -299,37 +312,90 @@ def decode_files(files: Mapping[bytes, bytes]) -> dict[str, bytes]:
     return {_text(path): data for path, data in files.items()}
 
 
-def frame(*parts: Any) -> bytes:
-    """A frame of msgpack.
+class FrameWriter:
+    """Writes frames, one after the other. A frame that was begun is written to its end, whoever goes away meanwhile."""
 
-    Raises:
-        SandboxConnectionError: it would be longer than MAX_FRAME_BYTES.
-    """
-    data = msgspec.msgpack.encode(parts)
-    if len(data) > MAX_FRAME_BYTES:
-        raise SandboxConnectionError(
-            f"a message of {len(data)} bytes; one has at most {MAX_FRAME_BYTES}. Ask for less at once"
-        )
-    return _LENGTH.pack(len(data)) + data
+    def __init__(self, stream: asyncio.StreamWriter) -> None:
+        """Take a stream over."""
+        self._stream = stream
+        self._turn = asyncio.Lock()
+        self._writing: set[asyncio.Task[None]] = set()
+
+    async def write(self, *named: Any, data: Data) -> None:
+        """Write a frame of msgpack: these values, and the data last.
+
+        Raises:
+            SandboxConnectionError: it would be longer than MAX_FRAME_BYTES.
+            OSError: the peer is gone.
+        """
+        head = msgspec.msgpack.encode((*named, b""))[: -len(_NO_BYTES)] + _BYTES.pack(_BYTES_FOLLOW, len(data))
+        if (size := len(head) + len(data)) > MAX_FRAME_BYTES:
+            raise SandboxConnectionError(
+                f"a message of {size} bytes; one has at most {MAX_FRAME_BYTES}. Ask for less at once"
+            )
+        writing = asyncio.create_task(self._write(_LENGTH.pack(size) + head, data))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        await asyncio.shield(writing)
+
+    def close(self) -> None:
+        """Write no more, and let the stream go."""
+        for writing in self._writing:
+            writing.cancel()
+        self._stream.close()
+
+    async def _write(self, head: bytes, data: Data) -> None:
+        async with self._turn:
+            with memoryview(data) as view:
+                # In parts: the stream keeps a copy of what the kernel does not take at once.
+                self._stream.write(head + view[:PART_BYTES])
+                await self._stream.drain()
+                for start in range(PART_BYTES, len(data), PART_BYTES):
+                    self._stream.write(view[start : start + PART_BYTES])
+                    await self._stream.drain()
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame.
+async def read_frame(reader: asyncio.StreamReader, kind: Any) -> tuple[list[Any], bytearray]:
+    """The next frame: the values before its data, and that.
+
+    Args:
+        reader: where it comes from.
+        kind: of what it holds; a tuple whose last one is a memoryview.
 
     Raises:
         EOFError: there is none, it is cut short, or the peer speaks something else.
+        SandboxConnectionError: it is of another kind.
         OSError: the kernel's.
     """
     size = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0]
     if size > MAX_FRAME_BYTES:
         raise EOFError(f"a frame of {size} bytes")
-    return await reader.readexactly(size)
+    data = bytearray()  # grows as it comes: a peer that only says that there is much gets no memory for it
+    while len(data) < size:
+        part = await reader.read(min(size - len(data), PART_BYTES))
+        if not part:
+            raise EOFError(f"a frame of {size} bytes ends after {len(data)}")
+        data += part
+    *named, last = decode(data, kind)
+    begin = len(data) - len(last)
+    last.release()
+    del data[:begin]  # which moves no byte
+    return named, data
 
 
-def _whole(value: ExecResult | CallResult) -> ExecResult | CallResult:
+def _after(begin: bytes, value: object) -> bytearray:
+    """These bytes, and then those of a value."""
+    data = bytearray(begin)
+    _ENCODER.encode_into(_whole(value), data, len(begin))
+    return data
+
+
+def _whole(value: object) -> object:
     if isinstance(value, CallResult):
         return msgspec.structs.replace(value, text=_shown(value.text), detail=_shown(value.detail))
-    return msgspec.structs.replace(value, detail=_shown(value.detail))
+    if isinstance(value, ExecResult):
+        return msgspec.structs.replace(value, detail=_shown(value.detail))
+    return value
 
 
 def _shown(text: str) -> str:

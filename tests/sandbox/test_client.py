@@ -394,7 +394,7 @@ async def test_a_long_path_of_a_socket_is_no_hindrance(stage: Stage, tmp_path: P
 async def test_what_is_no_question_is_answered_or_cut_and_harms_nobody(stage: Stage, name: str) -> None:
     async with stage.client() as client:
         sandbox = await client.create(name, SandboxSpec())
-        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\4\0\0\0abcd", wire.frame(1, 2), b"\0\0"):
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\4\0\0\0abcd", b"\3\0\0\0\x92\1\2", b"\0\0"):
             reader, writer = await asyncio.open_unix_connection(str(stage.home.socket))
             writer.write(noise)
             writer.write_eof()
