@@ -199,7 +199,7 @@ class Container(Instance):
                 write_all(given[-1], snapshot)
             given += self._group.open_procs()
             asked = {"disk_bytes": limits.disk_bytes, "files": limits.files, "has_snapshot": bool(snapshot)}
-            self._watch(await template.make({**request, **asked, **more}, given))
+            await self._receive(template.make({**request, **asked, **more}, given))
         except BaseException:
             ours.close()
             raise

@@ -12,7 +12,7 @@ import marshal
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, Self
 
@@ -106,6 +106,7 @@ class Instance:
         except OSError as error:
             raise SandboxUnavailableError(f"sandbox: making its control group failed: {error}") from None
         self._pidfd = -1
+        self._coming: asyncio.Future[None] | None = None
         self._is_dead = self._is_gone = False
         self._burying: asyncio.Task[None] | None = None
         self._link: AgentLink | None = None
@@ -124,11 +125,22 @@ class Instance:
         """Whether a `kill` has left no process and no group of it. Until then nobody else gets its name or its user."""
         return self._is_gone
 
+    async def _receive(self, making: Awaitable[int]) -> None:
+        """Wait for its first process, which is being made, and watch it. Who ends it meanwhile waits for that too: it
+        would outlive its name, its user and its group."""
+        self._coming = asyncio.get_running_loop().create_future()
+        try:
+            self._watch(await making)
+        finally:
+            self._coming.set_result(None)
+
     def _watch(self, pidfd: int) -> None:
         """Its first process is there; from here on its end is noticed."""
         self._pidfd = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._on_death)  # first: whatever fails after it, that is noticed
         self.pid = host_pid(pidfd)
+        if self._is_closing:
+            self._signal()
 
     async def _greet(self, control: socket.socket, told: Iterable[Answer], within_s: float) -> None:
         """Tell its agent what it is, message by message, and wait until that is up.
@@ -138,6 +150,10 @@ class Instance:
             SandboxError: it says why not.
         """
         self._link = link = await AgentLink.open(control, self._signal, max_bytes=self.max_message_bytes)
+        if self.died.done():  # meanwhile, so that nobody has told the link
+            error = gone_error(self.id, self.died.result())
+            link.end(error)
+            raise error
         for head, blobs in told:
             link.tell(head, *blobs)
         head, _ = await asyncio.wait_for(link.hello, within_s)
@@ -364,8 +380,10 @@ class Instance:
             self._finish()  # too late for who killed it
 
     async def _end(self) -> None:
+        if self._coming is not None:
+            await asyncio.wait([self._coming], timeout=_KILL_TIMEOUT_S)
         if self._pidfd < 0:
-            if not self.died.done():
+            if not self._is_coming and not self.died.done():
                 self.died.set_result(GoneCause.CLOSED)
         else:
             self._group.kill()
@@ -376,6 +394,11 @@ class Instance:
                 break
             await asyncio.sleep(0.001 * (attempt + 1))
 
+    @property
+    def _is_coming(self) -> bool:
+        """Whether its first process is being made."""
+        return self._coming is not None and not self._coming.done()
+
     def _let_go(self) -> None:
         """Close what it had open, whoever has found it gone. Nobody waits there: its processes have ended."""
 
@@ -383,7 +406,8 @@ class Instance:
         """Let go of its name and its user if nothing of it is left, or else kill it again; whether nothing is."""
         if self._is_gone:
             return True
-        self._is_gone = (self._pidfd < 0 or self._is_dead) and self._group.remove()
+        has_process = self._is_coming or (self._pidfd >= 0 and not self._is_dead)
+        self._is_gone = not has_process and self._group.remove()
         if self._is_gone:
             self._let_go()
             self._forget(self)

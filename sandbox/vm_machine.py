@@ -173,7 +173,7 @@ class Machine(Instance):
             os.ftruncate(self._errors, _ERROR_BYTES)
             fcntl.fcntl(self._errors, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             descriptors = [*given.descriptors, self._errors, *groups]
-            self._watch(await template.make({**handed, "uid": self.uid}, descriptors))
+            await self._receive(template.make({**handed, "uid": self.uid}, descriptors))
         finally:
             close_all(groups)
 

@@ -36,9 +36,10 @@ class World:
         self.tools = tuple(tools)
         self.number = 0
         self.name: KeptSubstrate = substrate
+        self.label = f"test-{os.getpid()}-{id(self)}"
         self.substrate = {"container": ContainerSubstrate, "gvisor": GVisorSubstrate}[substrate](
             Images(images or {}, layers),
-            label=f"test-{os.getpid()}-{id(self)}",
+            label=self.label,
             max_sandboxes=400,
             hierarchies=hierarchies,
         )

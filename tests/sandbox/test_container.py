@@ -22,8 +22,10 @@ from rollforward.sandbox.errors import GoneCause, SandboxKeyError, SandboxUnavai
 from rollforward.sandbox.inside.agent import Agent
 from rollforward.sandbox.outcomes import Table
 from rollforward.sandbox.types import Call, CallStatus, ExecRequest, ExecResult, ExecStatus
+from rollforward.sandbox.warm_template import WarmTemplate
 from tests.helpers.containers import SMALL, World
 from tests.helpers.sandboxes import descendants, is_gone, tools_in, wait_for
+from tests.helpers.supervisors import groups
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +354,39 @@ def test_a_container_that_is_given_up_while_it_is_made_answers_for_no_other(worl
     world.do(asyncio.wait([running]))
     assert running.exception() is not None or running.result().status != ExecStatus.OK
     wait_for(lambda: set(descendants(os.getpid())) <= before)
+
+
+def test_a_substrate_that_ends_while_the_first_process_of_one_is_made_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = set(descendants(os.getpid()))
+    other = World([])
+    make, is_made = WarmTemplate.make, asyncio.Event()
+
+    async def late(self: WarmTemplate, *asked: Any) -> int:
+        pidfd = await make(self, *asked)
+        is_made.set()
+        await asyncio.sleep(0.2)  # and whoever ends it is here by now
+        return pidfd
+
+    async def both() -> None:
+        making = asyncio.create_task(other.substrate.create("c", other.spec()))
+        await is_made.wait()
+        container = other.substrate.left("c")
+        assert container is not None
+        await other.substrate.close()
+        assert container.is_gone
+        assert container.died.result() == GoneCause.CLOSED
+        assert is_gone(container.pid)
+        await asyncio.wait([making], timeout=20)
+        assert making.done(), "it waits for what does not come up any more"
+        assert isinstance(making.exception(), SandboxUnavailableError)
+
+    monkeypatch.setattr(WarmTemplate, "make", late)
+    other.do(both())
+    assert groups(other.label) == []
+    wait_for(lambda: set(descendants(os.getpid())) <= before)
+    other.loop.close()
 
 
 async def _runs(container: Container, program: bytes) -> None:
