@@ -5,6 +5,7 @@ guest does, no file that it writes is longer than its machine needs.
 import asyncio
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rollforward.sandbox.types import ExecStatus, SandboxSpec
 from rollforward.sandbox.vm import MIB, Given, Layout
 from rollforward.sandbox.vm_forked import ForkedMachine, nameless_file
 from tests.helpers.containers import SMALL
+from tests.helpers.leaks import own_descriptors
 from tests.helpers.machines import MachineWorld
 
 pytestmark = pytest.mark.timeout(300)
@@ -142,8 +144,8 @@ def test_a_machines_disk_is_made_where_there_is_room(monkeypatch: pytest.MonkeyP
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    before = os.listdir("/proc/self/fd")
+    before = own_descriptors()
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(SandboxUnavailableError, match="No space left"):
         nameless_file([b"x"])
-    assert os.listdir("/proc/self/fd") == before
+    assert own_descriptors() - before == Counter()

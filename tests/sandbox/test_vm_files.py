@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from rollforward.sandbox.types import SandboxSpec
 from rollforward.sandbox.vm_cpio import Entry, write_cpio
 from rollforward.sandbox.vm_image import loaded_part
 from rollforward.sandbox.vm_state import State
+from tests.helpers.leaks import own_descriptors
 
 MIB = 1 << 20
 
@@ -198,7 +200,7 @@ def test_what_is_read_and_written_in_pieces_is_whole(tmp_path: Path, monkeypatch
 
 def test_without_room_for_a_state_it_is_told_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = vm_state.file_of([b"x" * 5000])
-    before = set(os.listdir("/proc/self/fd"))
+    before = own_descriptors()
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -210,7 +212,7 @@ def test_without_room_for_a_state_it_is_told_and_nothing_stays_open(monkeypatch:
     monkeypatch.setattr(os, "pread", full)
     with pytest.raises(SandboxUnavailableError, match="No space left on device"):
         vm_state.content(memory, 5000)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert own_descriptors() - before == Counter()
     os.close(memory)
 
 
