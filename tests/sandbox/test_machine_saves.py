@@ -22,6 +22,7 @@ from rollforward.sandbox.errors import GoneCause, SandboxGoneError, SandboxUnava
 from rollforward.sandbox.inside import frames
 from rollforward.sandbox.types import ExecRequest, ExecStatus
 from rollforward.sandbox.vm_forked import ForkedMachine
+from rollforward.sandbox.vm_keeper import Keeper
 from rollforward.sandbox.vm_monitor import Monitor
 from rollforward.sandbox.vm_state import close_all
 from tests.helpers.containers import SMALL
@@ -202,9 +203,15 @@ def test_one_that_ends_while_its_kind_is_prepared_cannot_be_made(
 
 
 def test_one_whose_first_process_does_not_answer_is_lost(world: MachineWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unheard(keeper: Keeper, question: bytes) -> None:
+        pass
+
     machine = world.create()
     with monkeypatch.context() as patch:
-        patch.setattr(vm_keeper, "_ANSWER_S", 1e-6)
+        patch.setattr(
+            Keeper, "_tell", unheard
+        )  # a question that has not reached it is not answered, however fast it is
+        patch.setattr(vm_keeper, "_ANSWER_S", 0.05)
         assert world.do(machine.save(max_bytes=MAX_BYTES)), "it had been taken by then"
     assert world.do_died(machine) == GoneCause.LOST
     with pytest.raises(SandboxGoneError):
