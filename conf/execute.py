@@ -24,6 +24,7 @@ def execute(jobs: Sequence[Job]) -> int:
 
     Raises:
         RunDirError: a run_dir holds a run with other settings, is in use by another process, or cannot be written.
+        ConfigError: in place of a mistake that one of several runs raises; names the run.
     """
     for job in jobs:
         if job.run_dir is not None and (moved := check_settings(job.run_dir, job.config)) is not None:
@@ -34,7 +35,12 @@ def execute(jobs: Sequence[Job]) -> int:
             if index == 0:  # held: what a command at work has recorded is not replaced by one that is refused
                 _check_ahead(jobs)
                 record_jobs(jobs)
-            code = _execute(job, place)
+            try:
+                code = _execute(job, place)
+            except Exception as error:
+                if len(jobs) == 1 or (mistake := user_error(error)) is None:
+                    raise
+                raise ConfigError(f"run {job.name}: {_addressed(mistake, job)}") from error
         if code != 0:
             return code
     if jobs and (then := jobs[-1].then):
@@ -60,8 +66,13 @@ def _check_ahead(jobs: Sequence[Job]) -> None:
         except Exception as error:
             if (mistake := user_error(error)) is None:
                 raise
-            said = addressed_keys(told(mistake), type(job.config), job.name)
-            raise ConfigError(f"{job.name}, a later run of this recipe, could not begin: {said}") from error
+            raise ConfigError(
+                f"{job.name}, a later run of this recipe, could not begin: {_addressed(mistake, job)}"
+            ) from error
+
+
+def _addressed(mistake: BaseException, job: Job) -> str:
+    return addressed_keys(told(mistake), type(job.config), job.name)
 
 
 def _execute(job: Job, place: str) -> int:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from rollforward.model.backends import check_machine
 from rollforward.rl.config import CheckpointModel, EvalRun, LoopRun, SFTRun
+from rollforward.rl.conversations import check_solved
 from rollforward.rl.placement import check_cluster
-from rollforward.rl.setup import check_judges, check_kernels, check_learner, check_tasks, load_parts
+from rollforward.rl.setup import SettingNames, check_judges, check_kernels, check_learner, check_tasks, load_parts
+from rollforward.rl.sft import SETTING_NAMES, conversations_of
 from rollforward.rl.train import works_here
 
 
@@ -35,7 +37,9 @@ def check(run: LoopRun | SFTRun | EvalRun, unmade: Sequence[Path]) -> None:
         check_judges(
             [task for task in run.tasks if not any(is_below(Path(one.model_dir), unmade) for one in task.judges)]
         )
-        check_tasks(run.tasks, run.sandbox)
+        tasks = check_tasks(run.tasks, run.sandbox)
+        if isinstance(run, SFTRun):
+            check_solved(tasks)
         return
     parts = load_parts(
         Path(model_dir).resolve(),
@@ -44,9 +48,12 @@ def check(run: LoopRun | SFTRun | EvalRun, unmade: Sequence[Path]) -> None:
         max_new_tokens=run.max_answer_tokens if isinstance(run, SFTRun) else run.sampling.max_new_tokens,
         sandbox=run.sandbox,
         asks=("heldout",) if isinstance(run, EvalRun) else ("train", "heldout"),
+        names=SETTING_NAMES if isinstance(run, SFTRun) else SettingNames(),
     )
     parts.grader.close()
     check_kernels(run.kernels, parts, model_dir, works_here=is_here)
+    if isinstance(run, SFTRun):
+        conversations_of(run, parts)
     if isinstance(run, LoopRun):
         check_learner(parts.model_config, run.optim, run.cluster.learner_ranks)
 

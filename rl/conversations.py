@@ -169,6 +169,17 @@ def solved_messages(example: Example) -> tuple[Message, ...]:
     return (*example.messages, Message(role="assistant", content=example.answer))
 
 
+def check_solved(tasks: Sequence[Task]) -> None:
+    """Refuse tasks of whose questions nobody knows an answer; see ``spread_examples`` for how many are looked at.
+
+    Raises:
+        TaskError: as ``solved_messages``.
+    """
+    for task in tasks:
+        for example in spread_examples(task, "train"):
+            solved_messages(example)
+
+
 def tokenizer_texts(tasks: Sequence[Task], num_conversations: int) -> Iterator[str]:
     """The texts to train a tokenizer on: of each task the first training conversations, rendered, without control
     tokens.

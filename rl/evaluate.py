@@ -40,17 +40,18 @@ def main(run: EvalRun) -> int:
     )
     check_kernels(run.kernels, parts, run.model_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
+    environment = local_environment(parts, run_dir=run_dir, rollout=run.rollout, sandbox=run.sandbox)
     root = run_dir / WEIGHTS_NAME
     # Without a canary: no forward but the engine's is here, and one of its own would take the model's memory twice.
     manifest = publish_weights(root, 0, parts.model_config, checkpoint_source(model_dir, parts.model_config))
-    evaluator = Evaluator(parts.tasks, parts.encoder, num_prompts=run.prompts, sampling=run.sampling, run_seed=run.seed)
     replica = Replica(
         "eval",
         run_dir / "wal" / "eval",
         parts.model_config,
         precision=run.precision,
         config=run.rollout,
-        environment=local_environment(parts, run_dir=run_dir, rollout=run.rollout, sandbox=run.sandbox),
+        environment=environment,
     )
     try:
         check_acknowledgement(manifest, replica.load_weights(version_directory(root, 0)))

@@ -57,6 +57,13 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
         return any(task.options.keeps_sandbox for task in self.tasks)
 
 
+class SettingNames(msgspec.Struct, frozen=True):
+    """What a verb calls settings that errors name."""
+
+    model_dir: str = "model_dir"
+    max_new_tokens: str = "sampling.max_new_tokens"
+
+
 def load_parts(
     model_dir: Path,
     task_configs: Sequence[TaskConfig],
@@ -65,6 +72,7 @@ def load_parts(
     max_new_tokens: int,
     sandbox: SandboxConfig,
     asks: Sequence[Split] = ("train", "heldout"),
+    names: SettingNames = SettingNames(),  # noqa: B008 - frozen
 ) -> Parts:
     """Load what a run needs besides weights, of which the files' headers and, where there is a manifest, the hashes are
     checked. Tools are started once, to see that this machine can.
@@ -77,6 +85,7 @@ def load_parts(
         max_new_tokens: tokens that may be sampled after a prompt, where a task has no budget of its own.
         sandbox: where tools run.
         asks: questions that the run asks.
+        names: of settings, for errors.
 
     Raises:
         ModelDirectoryError: there is none; tokenizer and model do not belong together, also those of a judge; or the
@@ -89,8 +98,8 @@ def load_parts(
     """
     if not model_dir.is_dir():
         raise ModelDirectoryError(
-            f"model_dir is {model_dir}, where there is no directory (sft names it in start.model_dir); a model"
-            " directory has config.json, tokenizer.json and *.safetensors. Correct the path"
+            f"{names.model_dir} is {model_dir}, where there is no directory; a model directory has config.json,"
+            f" tokenizer.json and *.safetensors. Set {names.model_dir}=DIR"
         )
     check_judges(task_configs)
     config = load_checkpoint_config(model_dir)
@@ -102,7 +111,7 @@ def load_parts(
             f" vocab_size {config.vocab_size} and eos_token_id {config.eos_token_id}; they must belong together."
             " Take both from one checkpoint"
         )
-    _check_positions(task_configs, config, model_dir, max_prompt_tokens, max_new_tokens)
+    _check_positions(task_configs, config, model_dir, max_prompt_tokens, max_new_tokens, names)
     check_entries(scan_checkpoint(model_dir), config)
     check_manifest(model_dir, config)
     encoding = ChatEncoding(tokenizer, _encoding_version(model_dir))
@@ -162,23 +171,21 @@ def _check_positions(
     model_dir: Path,
     max_prompt_tokens: int,
     max_new_tokens: int,
+    names: SettingNames,
 ) -> None:
     """Refuse sequences that are longer than the model's positions."""
-    following, name, observed = max(
-        (
-            (one.budget(max_new_tokens) + one.max_observed_tokens, one.name, one.max_observed_tokens)
-            for one in task_configs
-        ),
-        default=(max_new_tokens, "", 0),
-    )
+    task = max(task_configs, key=lambda one: one.budget(max_new_tokens) + one.max_observed_tokens)
+    observed = task.max_observed_tokens
+    following = task.budget(max_new_tokens) + observed
     longest = max_prompt_tokens + following
     if longest <= config.max_position_embeddings:
         return
-    why, ways = "", "max_prompt_tokens or max_new_tokens"
+    sampled = names.max_new_tokens if task.max_new_tokens is None else f"max_new_tokens of task {task.name}"
+    why, ways = "", f"max_prompt_tokens or {sampled}"
     if observed:
         why = (
-            f": {following - observed} sampled and {observed} that tools of task {name} may say, its (max_turns - 1) *"
-            " max_observation_tokens"
+            f": {following - observed} sampled and {observed} that tools of task {task.name} may say, its (max_turns -"
+            " 1) * max_observation_tokens"
         )
         ways += ", or that task's max_turns or max_observation_tokens"
     raise ModelDirectoryError(

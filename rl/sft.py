@@ -30,12 +30,15 @@ from rollforward.rl.learner import TOKENIZER_NAME, publish_trained, scoring_batc
 from rollforward.rl.losses.supervised import supervised_loss
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.sandboxes import local_environment
-from rollforward.rl.setup import Parts, check_kernels, load_parts
+from rollforward.rl.setup import Parts, SettingNames, check_kernels, load_parts
 from rollforward.rl.tasks.registry import build_tasks
 from rollforward.rl.tracker import METRICS_NAME, Tracker
 from rollforward.rollout.replica import Replica
 from rollforward.rollout.types import SamplingParams
 from rollforward.rollout.weights import WEIGHTS_NAME, check_acknowledgement, version_directory
+
+SETTING_NAMES = SettingNames(model_dir="start.model_dir", max_new_tokens="max_answer_tokens")
+"""Of this verb."""
 
 
 def main(run: SFTRun) -> int:
@@ -57,13 +60,15 @@ def main(run: SFTRun) -> int:
         max_prompt_tokens=run.max_prompt_tokens,
         max_new_tokens=run.max_answer_tokens,
         sandbox=run.sandbox,
+        names=SETTING_NAMES,
     )
     check_kernels(run.kernels, parts, str(model_dir))
+    data = conversations_of(run, parts)
     torch.set_num_threads(run.rollout.threads)
     join_group(new_rendezvous(run_dir), rank=0, num_ranks=1)
     try:
         with Tracker(run_dir, run.tracker, run_config=msgspec.to_builtins(run)) as tracker:
-            accuracy = SFTLoop(run, parts, model_dir, tracker).run()
+            accuracy = SFTLoop(run, parts, data, model_dir, tracker).run()
     finally:
         leave_group()
         parts.grader.close()
@@ -79,41 +84,38 @@ def main(run: SFTRun) -> int:
     return 0
 
 
+def conversations_of(run: SFTRun, parts: Parts) -> ConversationSource:
+    """Return what a run learns from.
+
+    Raises:
+        TaskError: as ``ConversationSource``.
+    """
+    return ConversationSource(
+        parts.tasks,
+        parts.encoding,
+        seed=run.seed,
+        max_tokens=run.micro_batch_tokens,
+        max_prompt_tokens=run.max_prompt_tokens,
+        max_answer_tokens=run.max_answer_tokens,
+    )
+
+
 class SFTLoop:
     """Steps over packed conversations, evaluates, checkpoints; resumes from the newest checkpoint."""
 
-    def __init__(self, run: SFTRun, parts: Parts, model_dir: Path, tracker: Tracker) -> None:
-        """Build trainer, data and evaluator.
+    def __init__(self, run: SFTRun, parts: Parts, data: ConversationSource, model_dir: Path, tracker: Tracker) -> None:
+        """Build evaluator and, once nothing else can be refused, the trainer.
 
         Args:
-            run: the configuration. parts: model config, encoding, tasks. model_dir: where masters come from.
-            tracker: where metrics go.
+            run: the configuration. parts: model config, encoding, tasks. data: of ``conversations_of``.
+            model_dir: where masters come from. tracker: where metrics go.
 
         Raises:
             QuantisationError: the trainer does not take every tensor through its published format.
             SandboxError, ToolError: see ``local_environment``.
         """
-        self._run, self._parts, self._tracker = run, parts, tracker
+        self._run, self._parts, self._data, self._tracker = run, parts, data, tracker
         self._run_dir = Path(run.run_dir).resolve()
-        named = read_checkpoint(model_dir, parts.model_config)
-        self._trainer = Trainer(
-            parts.model_config,
-            named,
-            precision=run.precision,
-            optim=run.optim,
-            balance=run.balance,
-            recompute=run.recompute,
-            seed=run.seed,
-        )
-        check_quantised([self._trainer.quantised], parts.model_config, run.precision)
-        self._data = ConversationSource(
-            parts.tasks,
-            parts.encoding,
-            seed=run.seed,
-            max_tokens=run.micro_batch_tokens,
-            max_prompt_tokens=run.max_prompt_tokens,
-            max_answer_tokens=run.max_answer_tokens,
-        )
         self._evaluator = Evaluator(
             parts.tasks,
             parts.encoder,
@@ -123,6 +125,16 @@ class SFTLoop:
         )
         self._environment = local_environment(parts, run_dir=self._run_dir, rollout=run.rollout, sandbox=run.sandbox)
         self._files = {TOKENIZER_NAME: (model_dir / TOKENIZER_NAME).read_bytes(), **encoding_files(model_dir)}
+        self._trainer = Trainer(
+            parts.model_config,
+            read_checkpoint(model_dir, parts.model_config),
+            precision=run.precision,
+            optim=run.optim,
+            balance=run.balance,
+            recompute=run.recompute,
+            seed=run.seed,
+        )
+        check_quantised([self._trainer.quantised], parts.model_config, run.precision)
 
     def run(self) -> tuple[TaskAccuracy, ...]:
         """Do what is left of the run; the model is written to ``run_dir/model``. Returns the final accuracy."""

@@ -29,7 +29,7 @@ from rollforward.rl.controller import Controller, RunOutcome, evaluation_name
 from rollforward.rl.errors import LostProcessError
 from rollforward.rl.judge.seats import JudgeModel, Judges
 from rollforward.rl.learner import LearnerSettings
-from rollforward.rl.placement import Patience, join_cluster, lacking_code
+from rollforward.rl.placement import Patience, check_cluster, join_cluster, lacking_code
 from rollforward.rl.quantised import check_quantised
 from rollforward.rl.sandboxes import agent_settings, pool_stats, with_agents
 from rollforward.rl.setup import Parts, check_kernels, check_learner, load_parts
@@ -79,6 +79,7 @@ def run_loop(run: LoopRun, prepare: Callable[[Parts], Place]) -> int:
     run_dir = Path(run.run_dir).resolve()
     if works_here(run):  # elsewhere each process says it itself
         choose_kernels(run.kernels, "the run")
+    check_cluster(run.cluster)
     parts = load_parts(
         Path(run.model_dir).resolve(),
         run.tasks,

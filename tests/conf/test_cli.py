@@ -297,8 +297,32 @@ def test_a_disk_that_refuses_is_told_without_traceback_and_with_the_way_out(
     monkeypatch.setattr(sys.modules["fake_work"], "main", refuse)
     assert cli.main(["train", "recipe=two.yaml", "run_dir=out"]) == 2
     said = capsys.readouterr().err
-    assert f"error: [Errno {number}] {os.strerror(number)}: 'out/file'. {way_out}" in said
+    assert f"error: run warmup: [Errno {number}] {os.strerror(number)}: 'out/file'. {way_out}" in said
     assert "rollforward resume RUN_DIR" in said, "the same command would begin anew, in a directory of another time"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recipe=two.yaml", "run_dir=out"], "error: run grpo: model_dir is a. Set grpo.model_dir=b\n"),
+        (["run_dir=out"], "error: model_dir is a. Set model_dir=b\n"),
+    ],
+)
+def test_a_mistake_that_one_of_several_runs_meets_names_the_run(
+    words: list[str],
+    said: str,
+    calls: list[FakeRun],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(config: FakeRun) -> int:
+        if Path(config.run_dir).name == "warmup":
+            return 0
+        raise ConfError("model_dir is a. Set model_dir=b")
+
+    monkeypatch.setattr(sys.modules["fake_work"], "main", refuse)
+    assert cli.main(["train", *words]) == 2
+    assert capsys.readouterr().err.endswith(said)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from rollforward.rl.conversations import tokenizer_texts
 from rollforward.rl.judge.seats import local_judging
 from rollforward.rl.sampling import score_completions
 from rollforward.rl.setup import load_parts
-from rollforward.rl.sft import SFTLoop
+from rollforward.rl.sft import SFTLoop, conversations_of
 from rollforward.rl.tasks.config import TaskConfig
 from rollforward.rl.tasks.evens import Evens
 from rollforward.rl.tasks.registry import build_tasks
@@ -229,5 +229,5 @@ def train_judge(
         sandbox=run.sandbox,
     )
     with Tracker(directory, run.tracker, run_config={}) as tracker:
-        SFTLoop(run, parts, first, tracker).run()
+        SFTLoop(run, parts, conversations_of(run, parts), first, tracker).run()
     return directory / "model"

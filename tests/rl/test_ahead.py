@@ -1,16 +1,19 @@
 """Proves: what can be known of a later run is refused before the first begins: devices, a cluster, tasks, judges; what
 an earlier run has yet to make is not looked for."""
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from rollforward.conf.cli import main
 from rollforward.kernels.errors import BackendError
 from rollforward.rl.ahead import check
+from rollforward.rl.config import SFTRun
 from rollforward.rl.errors import ClusterError, ModelDirectoryError, TaskError
 from tests.helpers.runs import TASK, small_run, write_model
 
@@ -113,3 +116,41 @@ def test_a_model_that_is_yet_to_be_made_is_not_looked_for_and_another_is(tmp_pat
         check(small_run(tmp_path / "second", tmp_path / MADE_LATER, max_prompt_tokens=4), [])
     with pytest.raises(BackendError, match=r"kernels\.mix is tile"):
         check(small_run(tmp_path / "second", tmp_path / MADE_LATER, kernels={"mix": "tile"}, precision="native"), [])
+
+
+def _sft(directory: Path, **task: Any) -> SFTRun:
+    answers = {"type": "dataset", "name": "mine", "reward": {"type": "math_verify"}, "heldout_size": 4}
+    return msgspec.convert(
+        {
+            "run_dir": str(directory / "second"),
+            "start": {"type": "checkpoint", "model_dir": str(directory / MADE_LATER)},
+            "tasks": [answers | task],
+            "optim": {"type": "adamw", "lr": 1e-3},
+            "steps": 1,
+            "micro_batch_tokens": 512,
+            "max_prompt_tokens": 40,
+            "max_answer_tokens": 8,
+            "eval": {"prompts": 4},
+        },
+        SFTRun,
+    )
+
+
+def test_what_a_later_run_is_to_learn_from_is_looked_at(tmp_path: Path) -> None:
+    unsolved, long = tmp_path / "unsolved.jsonl", tmp_path / "long.jsonl"
+    unsolved.write_text("".join(json.dumps({"question": f"{n}?"}) + "\n" for n in range(20)))
+    long.write_text("".join(json.dumps({"question": f"{n}?", "answer": "9" * 99}) + "\n" for n in range(20)))
+    (tmp_path / "reward.py").write_text("def score(question, answer, text):\n    return 1.0\n")
+    verified = {"type": "python", "file": str(tmp_path / "reward.py")}
+    with pytest.raises(TaskError, match=r"task mine: train example 0 has no written answer"):
+        check(_sft(tmp_path, path=str(unsolved), reward=verified, answer_column=None), [tmp_path / "first"])
+    run = _sft(tmp_path, path=str(long))
+    check(run, [tmp_path / "first"])
+    with pytest.raises(ModelDirectoryError, match=r"^start\.model_dir is .*first/model, where there is no directory"):
+        check(run, [])
+    (tmp_path / "first").mkdir()
+    write_model(tmp_path / MADE_LATER)
+    with pytest.raises(
+        TaskError, match=r"task mine: conversation 0 has \d+ answer tokens, more than max_answer_tokens"
+    ):
+        check(run, [])

@@ -81,8 +81,14 @@ def test_limits_beyond_the_model_are_refused_and_those_at_it_are_not(tmp_path: P
     model_dir = write_model(tmp_path / "model")
     longest = _load(model_dir).model_config.max_position_embeddings
     _load(model_dir, longest - 40)
-    with pytest.raises(ModelDirectoryError, match=f"max_position_embeddings = {longest}"):
+    with pytest.raises(
+        ModelDirectoryError,
+        match=rf"max_position_embeddings = {longest}\. .*max_prompt_tokens or sampling\.max_new_tokens$",
+    ):
         _load(model_dir, longest - 39)
+    own = small_run(model_dir, model_dir, tasks=[{**TASK, "max_new_tokens": longest}], micro_batch_tokens=2 * longest)
+    with pytest.raises(ModelDirectoryError, match=r"Lower max_prompt_tokens or max_new_tokens of task chain_sum$"):
+        load_parts(model_dir, own.tasks, max_prompt_tokens=40, max_new_tokens=6, sandbox=own.sandbox)
 
 
 def test_ranks_over_which_muons_matrices_do_not_fit_are_refused_with_the_names_of_the_settings() -> None:

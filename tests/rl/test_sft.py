@@ -20,12 +20,13 @@ from rollforward.model.precision import PackedTensor
 from rollforward.model.published import PublishedWeights
 from rollforward.model.scoring import ScoringBatch
 from rollforward.model.trainer import LossFunction, StepResult, Trainer
+from rollforward.rl import sft
 from rollforward.rl.config import SFTRun
 from rollforward.rl.conversations import ConversationSource, PackedConversations
-from rollforward.rl.errors import QuantisationError
+from rollforward.rl.errors import ModelDirectoryError, QuantisationError, TaskError
 from rollforward.rl.prompts import DataCursor
 from rollforward.rl.setup import load_parts
-from rollforward.rl.sft import SFTLoop
+from rollforward.rl.sft import SFTLoop, conversations_of
 from rollforward.rl.tracker import Tracker
 from rollforward.rollout.types import FailureType
 from rollforward.rollout.weights import read_published
@@ -38,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def _loop(run_dir: Path, model_dir: Path, **changes: Any) -> SFTLoop:
+def _run(run_dir: Path, model_dir: Path, **changes: Any) -> SFTRun:
     values: dict[str, Any] = {
         "run_dir": str(run_dir),
         "start": {"type": "checkpoint", "model_dir": str(model_dir)},
@@ -54,13 +55,41 @@ def _loop(run_dir: Path, model_dir: Path, **changes: Any) -> SFTLoop:
         "tracker": {"mode": "disabled"},
         "rollout": {"threads": 1, "wal": {"level": "process"}},
     }
-    run = msgspec.convert(values | changes, SFTRun)
+    return msgspec.convert(values | changes, SFTRun)
+
+
+def _loop(run_dir: Path, model_dir: Path, **changes: Any) -> SFTLoop:
+    run = _run(run_dir, model_dir, **changes)
     run_dir.mkdir(parents=True, exist_ok=True)
     join_alone(run_dir)
     parts = load_parts(
         model_dir, run.tasks, max_prompt_tokens=run.max_prompt_tokens, max_new_tokens=8, sandbox=run.sandbox
     )
-    return SFTLoop(run, parts, model_dir, Tracker(run_dir, run.tracker, run_config={}))
+    return SFTLoop(run, parts, conversations_of(run, parts), model_dir, Tracker(run_dir, run.tracker, run_config={}))
+
+
+def test_conversations_are_looked_at_before_the_weights_are_read(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("minutes, of a large model")
+
+    monkeypatch.setattr(sft, "read_checkpoint", never)
+    rows = [{"question": f"{n} + 1", "answer": "9" * (200 if n % 3 == 0 else 1)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {"type": "dataset", "name": "mine", "path": str(tmp_path / "rows.jsonl"), "reward": {"type": "math_verify"}}
+    run = _run(tmp_path / "run", model_dir, tasks=[task | {"heldout_size": 4}], micro_batch_tokens=512)
+    with pytest.raises(TaskError, match=r"task mine: conversation \d+ has \d+ answer tokens, more than max_answer_tok"):
+        sft.main(run)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "the tracker has not begun either"
+
+
+def test_errors_name_settings_as_this_verb_calls_them(model_dir: Path, tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    with pytest.raises(ModelDirectoryError, match=rf"^start\.model_dir is {absent}, .* Set start\.model_dir=DIR$"):
+        sft.main(_run(tmp_path / "run", absent))
+    with pytest.raises(ModelDirectoryError, match=r"Lower max_prompt_tokens or max_answer_tokens$"):
+        sft.main(_run(tmp_path / "run", model_dir, max_answer_tokens=10**6, micro_batch_tokens=2 * 10**6))
 
 
 def _losses(run_dir: Path) -> dict[int, float]:
