@@ -353,7 +353,8 @@ def test_members_begin_with_one_state_and_know_nothing_of_each_other(home: Home,
 
         async def prepare_only(session: Session) -> None:
             assert session._tenancy is not None
-            await session._tenancy.ready()
+            async with session._lock:  # a session that is opened looks for its sandbox itself
+                await session._tenancy.ready()
 
         if lost:  # before the first command: another one begins like it
             other.live(prepare_only, begin=begin)

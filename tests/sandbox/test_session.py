@@ -258,7 +258,8 @@ def test_a_sandbox_that_is_lost_before_the_first_command_is_replaced_so_often(tr
 
     async def prepare(session: Session) -> None:
         assert session._tenancy is not None
-        await session._tenancy.ready()
+        async with session._lock:  # a session that is opened looks for its sandbox itself
+            await session._tenancy.ready()
 
     async def given(client: SandboxClient, sandbox_id: str) -> dict[str, bytes]:
         return await (await client.adopt(sandbox_id)).download(list(FILES), max_bytes=1 << 16)
