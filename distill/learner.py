@@ -27,7 +27,7 @@ from rollforward.distill.hidden_cache import HiddenCache
 from rollforward.distill.hidden_shard import CachedShard, ShardKey, shard_key
 from rollforward.distill.losses import DistillInputs, distill_loss
 from rollforward.distill.schedule import TeacherPlan
-from rollforward.distill.teacher_files import fetch
+from rollforward.distill.teacher_files import fetch, naming
 from rollforward.distill.teacher_source import TeacherSource, local_teacher
 from rollforward.distill.teachers import HeadShelf, TeacherScorer, TeacherShelf
 from rollforward.kernels.config import KernelBackends
@@ -138,10 +138,11 @@ class DistillLearner(TrainedPolicy):
         self._settings = settings
         self._groups = RankGroups(torch.distributed.get_world_size())
         cache_dir = Path(settings.teacher_cache_dir)
-        sources = {
-            name: local_teacher(source, fetch(settings.teacher_urls[name], cache_dir), cache_dir)
-            for name, source in settings.teachers.items()
-        }
+        sources: dict[str, TeacherSource] = {}
+        for name, source in settings.teachers.items():
+            with naming(f"teachers.{name}"):
+                directory = fetch(settings.teacher_urls[name], cache_dir)
+            sources[name] = local_teacher(source, directory, cache_dir)
         self._trunks = TeacherShelf(sources, self._groups, precision=settings.precision)
         self._heads = HeadShelf(sources, precision=settings.precision)
         self._scorer = TeacherScorer(self._trunks, self._heads, precision=settings.precision)

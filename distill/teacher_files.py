@@ -152,13 +152,24 @@ def check_present(place: str, setting: str) -> None:
     Raises:
         TeacherError, TeacherReadError: as ``fetch``.
     """
-    try:
+    with naming(setting):
         if "://" in place:
             _listed(place)
         else:
             _check_directory(place)
-    except TeacherError as error:
-        raise TeacherError(f"{setting}: {error}") from None  # what the file system said may have the password in it
+
+
+@contextmanager
+def naming(setting: str) -> Generator[None]:
+    """Put the setting that names a teacher before what is wrong with the place.
+
+    Raises:
+        TeacherError, TeacherReadError: in place of one without the setting.
+    """
+    try:
+        yield
+    except (TeacherError, TeacherReadError) as error:
+        raise type(error)(f"{setting}: {error}") from None  # what the file system said may have the password in it
 
 
 def check_store(teachers: Mapping[str, TeacherConfig], store: str | None) -> None:

@@ -13,7 +13,7 @@ from rollforward.distill.hidden_cache import HIDDEN_NAME
 from rollforward.distill.hidden_shard import worst_case_bytes
 from rollforward.distill.learner import DistillSettings, check_students
 from rollforward.distill.stages import DistillStages, max_hidden_bytes
-from rollforward.distill.teacher_files import check_present, check_store, fetch, locate
+from rollforward.distill.teacher_files import check_present, check_store, fetch, locate, naming
 from rollforward.distill.teacher_source import TeacherSource, describe_teacher
 from rollforward.model.backends import check_model, check_programs
 from rollforward.model.checkpoint_headers import load_checkpoint_config
@@ -90,7 +90,8 @@ def find_teachers(run: DistillRun, urls: Mapping[str, str]) -> dict[str, Teacher
     directories: dict[str, Path] = {}
     for with_tensors in (False, True):  # checked again with them: what a URL stands for may have changed meanwhile
         for name in sorted(urls):
-            directories[name] = fetch(urls[name], _cache_dir(run), with_tensors=with_tensors)
+            with naming(f"teachers.{name}"):
+                directories[name] = fetch(urls[name], _cache_dir(run), with_tensors=with_tensors)
             check_teacher(name, directories[name], student_dir=Path(run.model_dir), longest_tokens=longest)
             _check_kernels(run, name, load_model_config(directories[name]))
         check_room(run, width=max(load_model_config(directory).hidden_size for directory in directories.values()))

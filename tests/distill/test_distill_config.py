@@ -20,7 +20,8 @@ from rollforward.conf.jobs import plan_jobs
 from rollforward.conf.load import decode
 from rollforward.distill import ahead
 from rollforward.distill.config import DistillRun, ForwardKL, JensenShannon, ReverseKL, SampledToken
-from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError
+from rollforward.distill.errors import HiddenRoomError, TeacherError, TeacherMismatchError, TeacherReadError
+from rollforward.distill.teacher_files import check_present
 from rollforward.distill.train import find_teachers, main, teacher_urls
 from rollforward.kernels.errors import BackendError
 from tests.helpers.distill_runs import small_distill, write_models
@@ -271,16 +272,33 @@ def test_a_step_that_may_need_more_room_than_it_has_is_refused(models: Path, tmp
     assert "Raise it if the disk of run_dir has the room, or sample less" in told
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [
+        ("/nowhere", 2, "/nowhere is no directory; a teacher is a model directory. Correct its model_dir"),
+        ("http://ann:secret@127.0.0.1:1/x", 1, "http://***@127.0.0.1:1/x cannot be read: "),
+        ("nope://x", 2, "nope://x: Protocol not known: nope; a teacher's URL is one that fsspec knows"),
+    ],
+)
 def test_a_refusal_is_told_by_the_command_line_without_a_traceback(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, code: int, said: str
 ) -> None:
-    words = [f"run_dir={tmp_path / 'run'}", f"model_dir={models / 'student'}", "teachers={a: {model_dir: /nowhere}}"]
+    words = [
+        f"run_dir={tmp_path / 'run'}",
+        f"model_dir={models / 'student'}",
+        f"teachers={{a: {{model_dir: '{where}'}}}}",
+    ]
+    words.append(f"teacher_cache.directory={tmp_path / 'teachers'}")
     task = "tasks=[{type: reasoning_gym, name: sum, dataset: chain_sum}]"
     settings = ["optim={type: adamw, lr: 1e-3}", "sampling.max_new_tokens=6", "steps=1", "prompts_per_step=2"]
-    assert command_line(["distill", *words, task, *settings, "micro_batch_tokens=600", "routing=all"]) == 2
+    assert command_line(["distill", *words, task, *settings, "micro_batch_tokens=600", "routing=all"]) == code
     told = capsys.readouterr().err
-    assert "error: teachers.a: /nowhere is no directory; a teacher is a model directory. Correct its model_dir" in told
+    assert f"error: teachers.a: {said}" in told
     assert "Traceback" not in told
+    assert "secret" not in told
+    with pytest.raises((TeacherError, TeacherReadError)) as caught:  # as the check ahead asks
+        check_present(where, "teachers.a")
+    assert str(caught.value).startswith(f"teachers.a: {said}")
 
 
 def test_a_teacher_that_has_no_programs_is_named(models: Path, tmp_path: Path) -> None:
