@@ -1,7 +1,9 @@
 """Does again, in a fresh sandbox, what a trajectory did in its own, and compares what comes out.
 
 A check of how far a log can be believed and repeated, not a way to recover: what differs from run to run by nature (see
-MASKS, and what the caller adds) is masked before texts are compared, and whatever is left is told.
+MASKS, and what the caller adds) is masked before texts are compared, and whatever is left is told. Process ids in calls
+are the same again, since each call has a process of its own; those in commands (`exec`), of which a trajectory has
+none, depend on how many the process around them has led.
 
     log --commands in order--> fresh sandbox --results--> same | masked | differs | lost;  unknown: it had no result
 

@@ -65,6 +65,9 @@ _WANTS: Final = tuple(
 """How an emulator says that the host has no more of something."""
 _ID_BITS: Final = 48
 _REHEARSAL: Final = (("true",), ("sh", "-c", ":"), ("python3", "-c", ""))
+_LAST: Final = ExecRequest(argv=("sh", "-c", "while :; do :; done"), wall_s=0.2)
+"""What a machine is made to do last. With it ends the process around it: the sandbox's first command or call has one of
+which no other has been the parent, as in a container, and its process ids are the same everywhere."""
 _SETTLE_S: Final = 30.0
 _QUIET_S: Final = 120.0
 """An agent comes to the end of a message within this time."""
@@ -270,8 +273,8 @@ class Machine(Instance):
         Raises:
             SandboxUnavailableError: it is not as new afterwards.
         """
-        for argv in _REHEARSAL:
-            await self.exec(ExecRequest(argv=argv))
+        for request in (*(ExecRequest(argv=argv) for argv in _REHEARSAL), _LAST):
+            await self.exec(request)
         try:
             async with asyncio.timeout(_SETTLE_S):
                 while not await self.is_fresh():  # a process around a command is still ending

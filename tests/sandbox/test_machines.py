@@ -45,6 +45,14 @@ def test_a_command_runs_with_its_output_its_input_and_its_status(world: MachineW
     assert world.sh(machine, "id -u; pwd; echo $HOME; uname -n").stdout == b"1000\n/workspace\n/home\nsandbox\n"
 
 
+def test_the_first_process_of_a_new_one_is_the_same_for_commands_and_calls(world: MachineWorld) -> None:
+    for _ in range(2):
+        assert world.sh(world.create(), "echo $$").stdout == b"2\n"
+        machine = world.create()
+        code = "answer = str(subprocess.Popen(['true']).pid)"
+        assert [world.call(machine, "run", code=code).text for _ in range(2)] == ["2", "2"]
+
+
 def test_a_command_is_found_by_its_own_path_and_has_all_that_it_is_given(
     world: MachineWorld, machine: Instance
 ) -> None:
