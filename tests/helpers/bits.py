@@ -1,10 +1,16 @@
-"""Comparison bit by bit, and a thread count for a block of a test."""
+"""Comparison bit by bit, of probabilities too, and a thread count for a block of a test."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Context, Decimal
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_EXACT = Context(prec=200)
+"""Digits enough for the difference of two probabilities that are 1 but for a last bit of a float32 log-prob."""
 
 _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -22,6 +28,16 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
     """Return the largest difference over the largest magnitude of the reference."""
     assert ours.shape == reference.shape, (ours.shape, reference.shape)
     return float((ours.double() - reference.double()).abs().max() / reference.double().abs().max())
+
+
+def probs_diff(logprobs: np.ndarray, others: np.ndarray) -> list[float]:
+    """Return |exp(a) - exp(b)| of each pair in decimal arithmetic, nowhere 0 but where the log-probs are equal: what
+    `rl.losses.base.probability_difference` says, without its formula."""
+    exp = [[Decimal(float(one)).exp(_EXACT) for one in side.ravel()] for side in (logprobs, others)]
+    return [
+        0.0 if a == b else max(float(abs(_EXACT.subtract(p, q))), sys.float_info.min)
+        for a, b, p, q in zip(logprobs.ravel(), others.ravel(), *exp, strict=True)
+    ]
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from rollforward.rollout.weights import (
     read_published,
     version_directory,
 )
+from tests.helpers.bits import probs_diff
 from tests.helpers.ranks import join_alone
 from tests.helpers.replicas import PROCESS, fingerprints, flip_bit, make_requests, open_engine
 from tests.helpers.tiny import random_params, tiny_config
@@ -123,8 +124,7 @@ def test_one_flipped_bit_of_an_engine_weight_is_seen_and_named(trainer: Trainer,
         pairs = _generate(engine, 1, members=3)
     scored = _score(trainer, pairs, per_batch=100)
     differences = [
-        np.abs(np.exp(scored[str(request.id)]) - np.exp(completion.behavior_logprobs)).max()
-        for request, completion in pairs
+        max(probs_diff(scored[str(request.id)], completion.behavior_logprobs)) for request, completion in pairs
     ]
     assert max(differences) > 0.0
 

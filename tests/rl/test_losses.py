@@ -25,6 +25,7 @@ from rollforward.rl.losses.base import (
 )
 from rollforward.rl.losses.registry import LOSSES, policy_loss
 from rollforward.rl.losses.terms import off_policy_keep, unbiased_kl
+from tests.helpers.bits import probs_diff
 from tests.helpers.losses import gradient, random_inputs, three_tokens
 
 LN2 = math.log(2.0)
@@ -133,8 +134,9 @@ def test_one_different_bit_is_not_zero(logprob: float) -> None:
         values = metric_values(policy_loss(PLAIN, inputs).metrics)
         assert values["training/rollout_probs_diff_max"] > 0.0
         assert values["training/rollout_probs_diff_mean"] > 0.0
-        exact = abs(math.exp(policy_T[1].item()) - math.exp(behavior_T[1].item()))
-        assert values["training/rollout_probs_diff_max"] == pytest.approx(exact, abs=1e-15)
+        exact = probs_diff(policy_T.numpy(), behavior_T.numpy())
+        assert exact[0] == exact[2] == 0.0
+        assert values["training/rollout_probs_diff_max"] == pytest.approx(exact[1], rel=1e-12, abs=0.0)
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)))
