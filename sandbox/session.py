@@ -29,13 +29,12 @@ here: the bytes of the log (`command_log.py`), which sandbox it is (`tenancy.py`
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Protocol, Self
 
 from rollforward.sandbox.client import Sandbox, SandboxClient
+from rollforward.sandbox.collecting import read_taken, take
 from rollforward.sandbox.command_history import CommandHistory, LoggedCommand
 from rollforward.sandbox.command_log import CommandLog
 from rollforward.sandbox.command_records import (
@@ -48,7 +47,6 @@ from rollforward.sandbox.command_records import (
     UnknownRecord,
     encode_call,
     path_bytes,
-    path_text,
     paths_digest,
 )
 from rollforward.sandbox.config import ContainerConfig
@@ -57,7 +55,6 @@ from rollforward.sandbox.errors import (
     CommandLogError,
     GoneCause,
     SandboxError,
-    SandboxFileError,
     SandboxGoneError,
     ToolError,
 )
@@ -66,8 +63,6 @@ from rollforward.sandbox.results import OOM_TEXT
 from rollforward.sandbox.tenancy import Beginning, LostError, Tenancy, UnfitFilesError, lost, open_log
 from rollforward.sandbox.types import Call, CallResult, CallStatus, Collected, SandboxSpec, SessionResult
 from rollforward.sandbox.unbroken import in_thread
-
-_SANDBOX = re.compile(r"^sandbox [0-9a-z-]+: ")
 
 
 class Saboteur(Protocol):
@@ -404,7 +399,7 @@ class Session:
                 raise CommandDivergenceError(
                     f"files {', '.join(paths)} of at most {max_bytes} bytes are asked for, and others were collected"
                 )
-            return await _collected(log, history.collected, history.collected_seq, is_replayed=True)
+            return await read_taken(log, history.collected, history.collected_seq, is_replayed=True)
         if self.failure:
             raise LostError(self.failure)
         if history.is_closed or history.running is not None:
@@ -417,15 +412,16 @@ class Session:
             problem = OOM_TEXT
         else:
             try:
-                files, problem = await _take(tenancy, sandbox, paths, max_bytes)
+                files, problem = await take(tenancy, sandbox, paths, max_bytes)
             except SandboxGoneError as gone:
                 if gone.cause is not GoneCause.OOM:
                     if tenancy.lose(gone):
                         return await self._collect(paths, max_bytes)
                     raise lost(gone) from None
                 problem = OOM_TEXT
-        record = GetRecord(digest, tuple(map(path_bytes, paths)), max_bytes, await tenancy.store(files), problem)
-        return await _collected(log, record, await tenancy.append(record), is_replayed=False)
+        stored = await tenancy.store(files)
+        record = GetRecord(digest, tuple(map(path_bytes, paths)), max_bytes, stored, _shown(problem))
+        return await read_taken(log, record, await tenancy.append(record), is_replayed=False)
 
     async def _infra(self, key: str, why: Exception) -> SessionResult:
         """Fails the trajectory for good, in the log if that can be written, and ends its sandbox."""
@@ -465,35 +461,6 @@ class Session:
             self._greeting.cancel()
             await asyncio.gather(self._greeting, return_exceptions=True)
             self._greeting = None
-
-
-async def _take(
-    tenancy: Tenancy, sandbox: Sandbox, paths: Sequence[str], max_bytes: int
-) -> tuple[dict[str, bytes], str]:
-    """The files at these paths that can be taken, in this order as long as they have no more bytes together, and why
-    the others cannot."""
-    files: dict[str, bytes] = {}
-    problems: list[str] = []
-    left = max_bytes
-    for path in dict.fromkeys(paths):
-        try:
-            found = await tenancy.patiently(partial(sandbox.download, [path], max_bytes=max_bytes))
-        except SandboxFileError as error:
-            # Without the sandbox's name, which is another one in each.
-            problems.append(_SANDBOX.sub("", _shown(error)) or "a file cannot be taken")
-            continue
-        size = sum(map(len, found.values()))
-        if size > left:
-            problems.append(_shown(f"{path[:200]!r} makes it more than {max_bytes} bytes"))
-            continue
-        files |= found
-        left -= size
-    return files, "; ".join(problems)
-
-
-async def _collected(log: CommandLog, record: GetRecord, position: int, *, is_replayed: bool) -> Collected:
-    files = await in_thread(lambda: {path_text(path): log.blobs.get(stored) for path, stored in record.files})
-    return Collected(files=files, problem=record.problem, failure="", position=position, is_replayed=is_replayed)
 
 
 def _shown(text: object) -> str:
