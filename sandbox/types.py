@@ -121,7 +121,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time from its start to its end."""
     cpu_s: float = 0.0
-    """Computing time of it and of what it waited for."""
+    """Computing time of it and of what it waited for; of one that was killed at its deadline, also of what it had
+    started and still ran."""
     detail: str = ""
     """For logs, never for the model."""
 

@@ -172,8 +172,7 @@ class Agent:
             now = time.monotonic()
             for running in list(self._running.values()):
                 if now >= running.end and not running.is_over:
-                    running.is_over = True
-                    running.kill()
+                    running.stop()
                 elif now >= running.end + _KILL_GRACE_S and not running.is_answered:
                     self._answer(running.request, {"error": "ran; its processes cannot be killed"})
                     running.is_answered = True
@@ -309,12 +308,13 @@ class Agent:
         """Have machine code answer commands until there is something else; its `_start` and what follows on it."""
         room = min(self._room.limits["output_bytes"], native.CHUNK_BYTES)
         channel = process.channel.fileno()
+        short_s = _SHORT_S * self._room.pace
         around = native.Round(
-            _CONTROL, channel, self._upper, self._events, process.is_ready, room, _SHORT_S * self._room.pace
+            _CONTROL, channel, self._upper, self._events, process.is_ready, room, short_s, process.buried_s
         )
         state = native.attend(around)
         message = around.message()
-        process.is_ready = bool(around.is_ready)
+        process.is_ready, process.buried_s = bool(around.is_ready), around.buried_s
         if state == native.OTHER:
             self._take_all([hearing.receive_rest(_CONTROL, message, around.size)])
             return
@@ -379,7 +379,7 @@ class Agent:
     def _keep(self, running: Running) -> None:
         """Have a process wait for the next command, if none does and it can."""
         process = running.process
-        stays, _, _ = command.REPORT.unpack(running.report.value())
+        stays, _, _, process.buried_s = command.REPORT.unpack(running.report.value())
         if self._spare is None and stays and not running.is_over:
             self._spare = process
             self._forget(running, running.channel)
@@ -433,8 +433,7 @@ class Agent:
         process = running.process
         _, status, usage = os.wait4(process.pid, 0)
         if not running.is_answered:
-            used = {"code": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
-            self._conclude(running, used)
+            self._conclude(running, {"code": os.waitstatus_to_exitcode(status), "cpu_s": running.cpu_s(usage)})
         self._close(running, running.channel)
         self._close(running, process.pidfd)
         del self._running[process.pid]
@@ -469,5 +468,5 @@ class Agent:
         if not running.process.is_ready:
             head["not_run"] = report.decode("utf-8", "replace")
         elif len(report) >= command.REPORT.size:  # what the process around a command said of it
-            _, head["leader"], head["leader_cpu_s"] = command.REPORT.unpack(report)
+            _, head["leader"], head["leader_cpu_s"], _ = command.REPORT.unpack(report)
         _say(head, out.value(), err.value())

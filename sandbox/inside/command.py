@@ -25,9 +25,9 @@ from rollforward.sandbox.inside.seccomp import Filter
 
 READY: Final = b"."
 """What a process says first, when it has shut itself in. What it says before is why it could not."""
-REPORT: Final = struct.Struct("<?id")
+REPORT: Final = struct.Struct("<?idd")
 """What is reported of a command: whether the process takes another one, the exit code as of
-`os.waitstatus_to_exitcode`, seconds of computing time."""
+`os.waitstatus_to_exitcode`, seconds of computing time, and those of all that the process has buried so far."""
 _CHANNEL: Final = 3
 _STREAMS: Final = 3
 _RIGHTS_BYTES: Final = socket.CMSG_SPACE(_STREAMS * struct.calcsize("i"))
@@ -51,6 +51,8 @@ class Process:
         self.channel = channel
         self.is_ready = False
         """Whether it has said so."""
+        self.buried_s = 0.0
+        """Computing time of the commands that it has reported, and of what they left."""
 
     def send(self, request: frames.Head, blob: bytes, descriptors: list[int]) -> None:
         """Give it a request.
@@ -284,7 +286,8 @@ def _lead(request: bytes, descriptors: list[int], stays: bool) -> None:
         while True:
             os.wait4(-1, 0)
     os.chdir("/")  # from where the next one starts, whatever this one's directory was
-    os.write(_CHANNEL, REPORT.pack(stays, code, used_s))
+    buried = resource.getrusage(resource.RUSAGE_CHILDREN)
+    os.write(_CHANNEL, REPORT.pack(stays, code, used_s, buried.ru_utime + buried.ru_stime))
 
 
 def _spawn(told: program.Program, descriptors: list[int]) -> int:

@@ -35,6 +35,7 @@ struct __attribute__((packed)) Report {
   uint8_t stays;
   int32_t code;
   double cpu_s;
+  double buried_s;
 };
 
 // A message, and the descriptors that came with it.
@@ -197,7 +198,7 @@ int spawn(const Command &command, const Message &message, pid_t *pid) {
 
 // Runs the command, ends and buries all that it has left, and says what came of it.
 void run(int channel, const Message &message, bool stays) {
-  Report report = {stays, kNotExecutable, 0.0};
+  Report report = {stays, kNotExecutable, 0.0, 0.0};
   Command command;
   pid_t pid = -1;
   int reason = parse(message.data + 1, message.size - 1, &command) ? spawn(command, message, &pid) : EINVAL;
@@ -222,6 +223,9 @@ void run(int channel, const Message &message, bool stays) {
   kill(-1, SIGKILL);
   while (wait4(-1, nullptr, 0, nullptr) > 0 || errno == EINTR) {
   }
+  rusage buried;
+  getrusage(RUSAGE_CHILDREN, &buried);
+  report.buried_s = seconds(buried);
   if (chdir("/") != 0) _exit(1);
   write_all(channel, reinterpret_cast<char *>(&report), sizeof report);
   free(command.words);
@@ -233,6 +237,7 @@ struct Round {
   int is_ready;      // whether the process at the channel has said so
   int room;          // bytes of each stream that are read at most
   double short_s;    // after which a command is a long one
+  double buried_s;   // computing time of all that the process has buried
   int streams[2];    // of the command, for reading
   int sizes[3];      // what has been read of the channel and of the streams
   uint32_t size;     // of the host's message
@@ -418,6 +423,7 @@ int attend(Round *round, char *frame, char *bytes) {
     round->is_ready = true;
     Report report;
     memcpy(&report, bytes + wanted - sizeof report, sizeof report);
+    round->buried_s = report.buried_s;
     answer(*round, asked.question, report, bytes);
     close(round->streams[0]);
     close(round->streams[1]);

@@ -22,13 +22,15 @@ class Round(ctypes.Structure):
 
     The former: descriptors of the host's socket, of the socket to a process that waits, of the private layer and of
     memory.events (or -1); whether the process has said that it is ready; bytes of a stream that are kept; seconds after
-    which a command is a long one. The latter: the command's streams, for reading; how much has been read of the
-    process, and of those; the size of the message, and how much of it has been read; when the command began.
+    which a command is a long one; computing time of all that the process has buried, which is kept up. The latter: the
+    command's streams, for reading; how much has been read of the process, and of those; the size of the message, and
+    how much of it has been read; when the command began.
     """
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("control", "channel", "upper", "events", "is_ready", "room")),
         ("short_s", ctypes.c_double),
+        ("buried_s", ctypes.c_double),
         ("streams", ctypes.c_int * 2),
         ("sizes", ctypes.c_int * 3),
         ("size", ctypes.c_uint32),

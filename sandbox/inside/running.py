@@ -1,6 +1,7 @@
 """What an agent (`agent.py`) knows of a command or call that runs: its process, its pipes, what it has written."""
 
 import os
+import resource
 import time
 from typing import Final
 
@@ -9,6 +10,10 @@ from rollforward.sandbox.inside.answers import MAX_ANSWER_BYTES
 
 CHUNK_BYTES: Final = 1 << 16
 """Read or written at a time."""
+_PARENT: Final = 1
+_TIMES: Final = slice(11, 15)
+_BURIED: Final = slice(13, 15)
+"""Places in /proc/PID/stat behind the name. Of times: of itself and of what it has waited for; of the latter alone."""
 
 
 class Kept:
@@ -63,6 +68,7 @@ class Running:
         self.start = time.monotonic() if start is None else start
         self.end = self.start + request["wall_s"]
         self.is_over = False
+        self.used_s = 0.0
         self.is_answered = False
         self.stdin_bytes = memoryview(stdin)
         self.report_bytes = MAX_ANSWER_BYTES + 1 if self.is_call else 1 << 16
@@ -87,6 +93,40 @@ class Running:
     def kill(self) -> None:
         """End it and all that it has started."""
         self.process.kill()
+
+    def stop(self) -> None:
+        """End it because its time is over. What it and what it has started have used is looked up before: of what is
+        killed together with the first of its namespace the kernel tells nobody."""
+        self.is_over = True
+        self.used_s = _used_s(self.process.pid)
+        self.kill()
+
+    def cpu_s(self, used: resource.struct_rusage) -> float:
+        """Its computing time.
+
+        Args:
+            used: what its process has used over all its commands, as its parent is told.
+        """
+        seconds = self.used_s if self.is_over else used.ru_utime + used.ru_stime
+        return max(seconds - self.process.buried_s, 0.0)
+
+
+def _used_s(pid: int) -> float:
+    """Computing time of all that has come of a process, buried or still there, and none of its own."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read().rpartition(b")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        children.setdefault(int(stat[_PARENT]), []).append(int(name))
+        ticks[int(name)] = sum(map(int, stat[_BURIED if int(name) == pid else _TIMES]))
+    family = [pid]
+    for one in family:
+        family += children.get(one, [])
+    return sum(ticks.get(one, 0) for one in family) / os.sysconf("SC_CLK_TCK")
 
 
 def make_pipes() -> tuple[tuple[int, int], list[int]]:

@@ -163,7 +163,7 @@ def test_commands_that_have_waited_for_a_machine_to_be_saved_are_answered(
 
 
 ASKED = frames.pack({"op": "exec", "id": 7, "wall_s": 1.0}, b"", b"x" * 60_000)
-REPORTED = command.REPORT.pack(True, 3, 0.5)
+REPORTED = command.REPORT.pack(True, 3, 0.5, 0.75)
 
 
 def apart(act: Callable[[], int], namespaces: int = 0) -> int:
