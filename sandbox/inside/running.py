@@ -115,11 +115,15 @@ def _used_s(pid: int) -> float:
     """Computing time of all that has come of a process, buried or still there, and none of its own."""
     ticks: dict[int, int] = {}
     children: dict[int, list[int]] = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
+    try:
+        names = [name for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:  # the sandbox has no memory for that, and an end that is due does not wait for it
+        names = []
+    for name in names:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 stat = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # likewise; or it has ended meanwhile
             continue
         children.setdefault(int(stat[_PARENT]), []).append(int(name))
         ticks[int(name)] = sum(map(int, stat[_BURIED if int(name) == pid else _TIMES]))
