@@ -57,7 +57,7 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
         (errno.EACCES, "Let this user write there"),
         (errno.EROFS, "Let this user write there"),
         (errno.EIO, "See what stands there and look at the device"),
-        (errno.ENOTDIR, "See what stands there and look at the device"),
+        (errno.ENOTDIR, "Move away what stands there, or name another place"),
     ],
 )
 def test_a_write_that_fails_leaves_the_one_before_and_says_what_to_do(
