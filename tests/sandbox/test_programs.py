@@ -1,18 +1,21 @@
 """Proves: a program that makes something for sandboxes and does not end is ended in time, with all that it has started,
 and the error names it, the time and the way out; what it says and how it ends is told; and nothing in the sandbox
-package runs a program in another way, or waits for one without an end.
+package runs a program in another way, or waits for one without an end, a supervisor that starts among them.
 """
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollforward.sandbox import bubblewrap, layers_files, programs, vm, vm_cache, vm_image, vm_kernel
+from rollforward.sandbox import bubblewrap, launch, layers_files, programs, vm, vm_cache, vm_image, vm_kernel
+from rollforward.sandbox.config import ContainerConfig
 from rollforward.sandbox.errors import SandboxUnavailableError
+from rollforward.sandbox.homes import Home
 from rollforward.sandbox.programs import run_program
 from rollforward.sandbox.vm import Layout
 from tests.helpers.sandboxes import wait_for
@@ -115,6 +118,19 @@ def test_bubblewrap_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     finally:
         os.close(silent)
         os.close(end)
+
+
+def test_a_supervisor_that_never_leaves_whoever_starts_it_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f"1000.{time.time_ns()}"
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec sleep {mark}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    start = launch._start  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(SandboxUnavailableError, match="did not come up: it said nothing"):
+        start(Home(tmp_path / "home"), ContainerConfig(), time.monotonic() + 1.0)
+    wait_for(lambda: not any(mark in command(pid) for pid in pids()))
 
 
 def test_programs_are_run_in_one_place_and_nothing_waits_for_one_without_an_end() -> None:
