@@ -300,10 +300,12 @@ def test_shards_beyond_the_disk_are_refused_before_anything_is_written(root: Pat
 def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = HiddenCache(tmp_path / "file", max_bytes=1 << 20)
-    with pytest.raises(HiddenCacheError, match=r"step_000007 cannot be made ready: .*Move away what stands there .* goes on"):
+    with pytest.raises(
+        HiddenCacheError, match=r"step_000007 cannot be made ready: .*Move away what stands there, .* goes on"
+    ):
         cache.begin(STEP, KEYS)
     with pytest.raises(
-        HiddenCacheError, match=r"0000-code.arrow cannot be written: .*Move away what stands there .* goes on"
+        HiddenCacheError, match=r"0000-code.arrow cannot be written: .*Move away what stands there, .* goes on"
     ):
         cache.write(STEP, 0, KEYS[0], *values_of(KEYS[0]))
     with pytest.raises(HiddenCacheError, match=r"0000-code.arrow is damaged: "):

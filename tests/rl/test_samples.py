@@ -244,7 +244,9 @@ def test_a_foreign_arrow_file_and_another_format_are_refused(tmp_path: Path, mon
 
 def test_a_disk_that_refuses_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "samples").write_text("a file where the folder should be")
-    with pytest.raises(SampleFileError, match=r"step_000007 cannot be written: .*Move away what stands there") as caught:
+    with pytest.raises(
+        SampleFileError, match=r"step_000007 cannot be written: .*Move away what stands there"
+    ) as caught:
         write_step(tmp_path / "samples", 7, _batch())
     assert "Make room" not in str(caught.value)
 

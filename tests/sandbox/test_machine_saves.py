@@ -208,9 +208,7 @@ def test_one_whose_first_process_does_not_answer_is_lost(world: MachineWorld, mo
 
     machine = world.create()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            Keeper, "_tell", unheard
-        )  # what has not reached it is not answered, however fast it is
+        patch.setattr(Keeper, "_tell", unheard)  # what has not reached it is not answered, however fast it is
         patch.setattr(vm_keeper, "_ANSWER_S", 0.05)
         assert world.do(machine.save(max_bytes=MAX_BYTES)), "it had been taken by then"
     assert world.do_died(machine) == GoneCause.LOST
