@@ -147,7 +147,7 @@ class _TeacherFiles:
 
     def _failed(self, what: object) -> TeacherReadError:
         return TeacherReadError(
-            f"teacher {self._source.name}: {what}. Its directory {self._source.directory} must stay as it was; put it"
+            f"teacher {self._source.name}: {str(what).rstrip('.')}. Its directory {self._source.directory} must stay as it was; put it"
             " back and resume"
         )
 

@@ -63,6 +63,7 @@ def head() -> Iterator[Head]:
     }
     options = f"--num-cpus=2 --node-ip-address=127.0.0.1 --port={port} --dashboard-host=127.0.0.1"
     options += f" --dashboard-port={dashboard} --temp-dir={directory} --object-store-memory=100000000"
+    options += f" --dashboard-agent-listen-port={_free_port()}"  # of its own: jobs are begun there
     started = subprocess.Popen(
         [*RAY, "start", "--head", "--block", "--disable-usage-stats", *options.split()],
         env=environment,

@@ -26,6 +26,7 @@ ANSWER = Answer(
     num_tokens=2,
     stop_reason="eos",
     failure=None,
+    left_out="'a' is no regular file",
 )
 
 
@@ -192,7 +193,7 @@ def test_answers_are_lines_and_a_table(tmp_path: Path, fake: FakeWandb) -> None:
     assert (line["step"], line["attempt"], line["text"], line["advantage"]) == (1, 0, "2 Ü", 0.5)
     table = fake.kept[0][1]["answers"]
     assert table.columns[:4] == ["step", "attempt", "task", "prompt"]
-    assert table.data == [[1, 0, "sums", 0, 1, "1 + 1 =", "2 Ü", 1.0, 0.5, 1, 2, "eos", None]]
+    assert table.data == [[1, 0, "sums", 0, 1, "1 + 1 =", "2 Ü", 1.0, 0.5, 1, 2, "eos", None, "'a' is no regular file"]]
     assert "answers" not in fake.kept[1][1]
 
 

@@ -19,7 +19,7 @@ import pytest
 from rollforward.rollout.config import RolloutConfig
 from rollforward.rollout.drain_file import DrainFile
 from rollforward.rollout.engine.kv_store import KvStats
-from rollforward.rollout.environment import CallTimes
+from rollforward.rollout.environment import CallTimes, ToolOutcomes
 from rollforward.rollout.errors import (
     EngineError,
     EngineInputError,
@@ -195,13 +195,17 @@ def _completion(request: Request) -> Completion:
 
 def _never_less(now: EarlierStats, before: EarlierStats) -> bool:
     pairs = zip(msgspec.structs.astuple(now), msgspec.structs.astuple(before), strict=True)
-    return all(
-        later >= earlier for one, other in pairs for later, earlier in zip(_numbers(one), _numbers(other), strict=True)
-    )
+    return all(_numbers(one).get(name, 0) >= number for one, other in pairs for name, number in _numbers(other).items())
 
 
-def _numbers(counts: msgspec.Struct) -> list[float]:
-    return [one.count if isinstance(one, CallTimes) else one for one in msgspec.structs.astuple(counts)]
+def _numbers(counts: msgspec.Struct) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for name, one in msgspec.structs.asdict(counts).items():
+        if isinstance(one, ToolOutcomes):
+            numbers |= one.calls
+        else:
+            numbers[name] = one.count if isinstance(one, CallTimes) else one
+    return numbers
 
 
 class World:

@@ -214,7 +214,7 @@ def test_one_that_cannot_begin_leaves_no_descriptor(monkeypatch: pytest.MonkeyPa
         devices = memoryview(b"devices")
         saved = Whole(runs=[], memory=memoryview(b""), devices=devices, disk=memoryview(b""))
         before = open_files()
-        with pytest.raises(SandboxUnavailableError, match="/nowhere/kernel: No such file"):
+        with pytest.raises(SandboxUnavailableError, match="/nowhere/kernel cannot be read: No such file"):
             await MicroVm.boot(machine, substrate.template, absent)
         assert open_files() == before
         with monkeypatch.context() as patch:
