@@ -147,8 +147,8 @@ class _TeacherFiles:
 
     def _failed(self, what: object) -> TeacherReadError:
         return TeacherReadError(
-            f"teacher {self._source.name}: {str(what).rstrip('.')}. Its directory {self._source.directory} must stay as it was; put it"
-            " back and resume"
+            f"teacher {self._source.name}: {str(what).rstrip('.')}. Its directory {self._source.directory} must stay"
+            " as it was; put it back and resume"
         )
 
     def share(self, param: TensorSpec, rank: int, num_ranks: int) -> Iterator[_Piece]:
