@@ -337,9 +337,9 @@ class Supervisor:
         if replica.num_restarts >= allowed:
             raise RolloutLostError(
                 f"{replica.name} was lost {replica.num_restarts + 1} times within a step, the last time because"
-                f" {first_line(error).rstrip('.')}. rollout.max_restarts allows {allowed}. What is durable is kept: look"
-                " at the cause (dmesg says whom the kernel ended for memory; rollout.max_batch_requests lowers what is"
-                " needed), then `rollforward resume` with the run's directory goes on"
+                f" {first_line(error).rstrip('.')}. rollout.max_restarts allows {allowed}. What is durable is kept:"
+                " look at the cause (dmesg says whom the kernel ended for memory; rollout.max_batch_requests lowers"
+                " what is needed), then `rollforward resume` with the run's directory goes on"
             ) from error
         replica.num_restarts += 1
         self._announce(
