@@ -335,8 +335,16 @@ class FrameWriter:
             )
         writing = asyncio.create_task(self._write(_LENGTH.pack(size) + head, data))
         self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
-        await asyncio.shield(writing)
+        writing.add_done_callback(self._written)
+        await asyncio.wait([writing])
+        if writing.cancelled():  # by `close`: whoever waits here was not
+            raise ConnectionResetError("the connection was closed meanwhile")
+        writing.result()
+
+    def _written(self, writing: asyncio.Task[None]) -> None:
+        self._writing.discard(writing)
+        if not writing.cancelled():
+            writing.exception()  # looked at, where nobody waits for it any more
 
     def close(self) -> None:
         """Write no more, and let the stream go."""
